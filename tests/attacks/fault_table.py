@@ -130,8 +130,6 @@ Fault = tuple[Callable[[], object], Callable[[], object] | None]
 
 
 class OtherNode:
-    parts = ("node 1",)
-
     def __init__(self, network: DistantMachines, options: tuple[str, ...]) -> None:
         self.network = network
         self._options = options
@@ -141,9 +139,6 @@ class OtherNode:
         self.agent = Agent(self.network, 1, *self._options, "--log-level", "warning")
 
     def faults(self, part: str) -> dict[str, Fault]:
-        def send(number: signal.Signals) -> Callable[[], None]:
-            return lambda: self.agent.signal(number)
-
         def cut(*ways: tuple[int, int]) -> Fault:
             return lambda: self._cut(True, ways), lambda: self._cut(False, ways)
 
@@ -151,9 +146,8 @@ class OtherNode:
             self._cut(True, BOTH_WAYS)
             threading.Timer(GAP_SECONDS, self._cut, (False, BOTH_WAYS)).start()
 
-        return {
-            "killed": (self.agent.kill, self.start),
-            "stopped": (send(signal.SIGSTOP), send(signal.SIGCONT)), "link down": cut(*BOTH_WAYS),
+        return signal_faults(self.agent.signal, undo_kill=None) | {
+            "killed": (self.agent.kill, self.start), "link down": cut(*BOTH_WAYS),
             "hears nothing": cut((0, 1)), "is not heard": cut((1, 0)), GAP: (open_gap, None),
         }  # fmt: skip
 
@@ -164,8 +158,6 @@ class OtherNode:
 
 class RoutedServers:
     """Run a prefilling server, a decoding server and their router."""
-
-    parts = ROUTED
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -189,12 +181,15 @@ class RoutedServers:
 
     def faults(self, part: str) -> dict[str, Fault]:
         """Return faults of all processes of a server. A killed server is started again."""
-        return signal_faults(all_pids(self.servers[part]), undo_kill=partial(self.start, part))
+        send = partial(send_to, all_pids(self.servers[part]))
+        return signal_faults(send, undo_kill=partial(self.start, part))
 
 
-def signal_faults(pids: list[int], *, undo_kill: Callable[[], object] | None) -> dict[str, Fault]:
+def signal_faults(
+    send: Callable[[signal.Signals], object], *, undo_kill: Callable[[], object] | None
+) -> dict[str, Fault]:
     kill, stop, resume = (
-        partial(send_to, pids, each) for each in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
+        partial(send, each) for each in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
     )
     return {"killed": (kill, undo_kill), "stopped": (stop, resume)}
 
@@ -209,9 +204,9 @@ Others = OtherNode | RoutedServers | None
 
 
 def faults_of(server: Server, part: str, others: Others) -> dict[str, Fault]:
-    if others is not None and part in others.parts:
+    if others is not None and part != "engine":
         return others.faults(part)
-    return signal_faults([pid_of(server, part)], undo_kill=None)
+    return signal_faults(partial(send_to, [pid_of(server, part)]), undo_kill=None)
 
 
 def all_pids(server: Server) -> list[int]:
@@ -386,8 +381,7 @@ def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, 
     has_others = is_front or is_replica or part == "grammar process"
     is_harmless = fault == GAP or part == PREFILLER  # Clients go on, and /readyz stays 200.
     red_limit = NODE_LIMIT if part.startswith("node") else RED_LIMIT
-    if part == DECODER:
-        red_limit = ROUTED_RED_LIMITS[fault]
+    red_limit = ROUTED_RED_LIMITS[fault] if part == DECODER else red_limit
     parts = [
         ("goes on", True) if cell.goes_on else _number(cell.reported, cell.limit),
         _number(cell.red, red_limit, optional=has_others or is_harmless),
@@ -431,11 +425,7 @@ def started(
         try:
             yield server, node, start_seconds
         finally:
-            root = server.process.pid
-            for module in (ENGINE, GRAMMAR, RANK, SERVER_WORKER):
-                for pid in descendants(root, module):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
+            send_to(all_pids(server), signal.SIGCONT)
 
 
 async def fill_tier(server: Server) -> None:

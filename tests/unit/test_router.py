@@ -26,6 +26,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 MISSING = b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnone"
 BUSY = b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\nretry-after: 7\r\n\r\nbusy"
+HANGS = b"hangs"  # This server never answers.
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [0, 1]}
 
 
@@ -45,6 +46,8 @@ class FakeServer:
             self.heads.append(head)
             length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
             self.bodies.append(await reader.readexactly(length))
+            if self.answer == HANGS:
+                await asyncio.sleep(1000)
             writer.write(self.answer)
         writer.close()
 
@@ -427,6 +430,17 @@ async def test_what_a_prefilling_server_refuses_is_sent_to_no_other_one() -> Non
     async with routing(OK, prefill=MISSING) as (app, (decoding, _), _):
         assert (await ask(app, body=chat("x")))[:3:2] == (404, b"none")
         assert not decoding.bodies
+
+
+@in_loop
+async def test_a_request_leaves_a_prefilling_server_that_fails_its_probe() -> None:
+    async with routing(OK, prefill=HANGS) as (app, (_, prefilling), pools):
+        asked = asyncio.create_task(ask(app, body=chat("x")))
+        while not prefilling.bodies:
+            await asyncio.sleep(0.01)
+        prefilling.health = BUSY
+        await pools[1].probe()
+        assert (await asyncio.wait_for(asked, 10))[2] == b"ok"
 
 
 @in_loop

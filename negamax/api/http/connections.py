@@ -16,7 +16,6 @@ class KeptReader(asyncio.StreamReader):
     def __init__(self) -> None:
         super().__init__(limit=_READ_LIMIT)
         self.is_idle = self.is_spoiled = self.has_received = False
-        self.is_reused = False
         self.idle_since = 0.0
 
     def feed_data(self, data: Any) -> None:
@@ -54,7 +53,6 @@ class ConnectionPool:
             is_old = time.monotonic() - reader.idle_since > IDLE_SECONDS
             if not (is_old or reader.is_spoiled or writer.is_closing()):
                 reader.is_idle = reader.has_received = False
-                reader.is_reused = True
                 return reader, writer
             writer.close()
             if is_old:

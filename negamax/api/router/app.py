@@ -1,5 +1,6 @@
 """Relay each request to one server, and to another server if the first server fails."""
 
+import asyncio
 import math
 from contextlib import closing
 from dataclasses import dataclass
@@ -198,15 +199,19 @@ class RouterApp:
             call = self._prefillers.open(request.prompt, without=tried)
             tried.append(call.server)
             try:
-                exchange = await _begin(call, request, body)
-                if 400 <= exchange.status < 500 and exchange.status not in _BUSY:
-                    return RelayedAnswer(exchange, on_end=call.close)
-                with closing(call), closing(exchange):
-                    answer = await exchange.read(max_bytes=_PARAMS_BYTES)
-                if exchange.status == 200:
-                    return build_decode_body(fields, answer)
-            except UnavailableError as error:
-                logger.warning("request %s: %s", request.request_id, error)
+                async with asyncio.timeout(None) as limit:
+                    call.server.limits.add(limit)
+                    exchange = await _begin(call, request, body)
+                    if 400 <= exchange.status < 500 and exchange.status not in _BUSY:
+                        return RelayedAnswer(exchange, on_end=call.close)
+                    with closing(call), closing(exchange):
+                        answer = await exchange.read(max_bytes=_PARAMS_BYTES)
+                    if exchange.status == 200:
+                        return build_decode_body(fields, answer)
+            except (UnavailableError, TimeoutError) as error:
+                logger.warning("request %s: %s", request.request_id, str(error) or "a probe failed")
+            finally:
+                call.server.limits.discard(limit)
             call.server.num_failures += 1
         return None
 
@@ -244,7 +249,5 @@ def _encode_end(request: RoutedRequest, server: RoutedServer, error: Unavailable
 
 def _build_refusal(scope: Scope, error: NegamaxError) -> Response:
     status, answer = describe_error(error)
-    headers = {}
-    if error.retry_after is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after))
+    headers = {"retry-after": str(math.ceil(error.retry_after))} if error.retry_after else {}
     return build_error_response(scope, status, answer, headers=headers)

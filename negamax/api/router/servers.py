@@ -36,8 +36,8 @@ class RoutedServer:
     def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
         """`role` is the value of a metrics label. Only the router writes `load`."""
         self.url, self.role, self.load = address.geturl(), role, load
-        self.is_up = False
-        self.num_open = 0
+        self.is_up, self.num_open = False, 0
+        self.limits: set[asyncio.Timeout] = set()  # A failed probe ends these time limits.
         # Counters since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         is_https = address.scheme == "https"
@@ -46,7 +46,7 @@ class RoutedServer:
             address.port or (443 if is_https else 80),
             tls=ssl.create_default_context() if is_https else None,
         )
-        self._netloc = address.netloc.encode()
+        self._host = [(b"host", address.netloc.encode())]
         self._path = address.path.encode()
 
     async def send(
@@ -58,8 +58,7 @@ class RoutedServer:
             try:
                 return await self._send(connection, method, target, headers=headers, body=body)
             except UnavailableError:
-                is_late = time.monotonic() > began + _CROSSED_SECONDS
-                if is_late or connection[0].has_received:
+                if time.monotonic() > began + _CROSSED_SECONDS or connection[0].has_received:
                     raise
         return await self._send(None, method, target, headers=headers, body=body)
 
@@ -96,9 +95,8 @@ class RoutedServer:
         """Return whether the server answers /health with status 200."""
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
-                headers = [(b"host", self._netloc)]
                 # A new connection shows whether the server still accepts connections.
-                exchange = await self._send(None, b"GET", b"/health", headers=headers, body=b"")
+                exchange = await self._send(None, b"GET", b"/health", headers=self._host, body=b"")
                 exchange.close()
                 return exchange.status == 200
         except (TimeoutError, UnavailableError):
@@ -209,3 +207,5 @@ class ServerPool:
             logger.info("%s answers", server.url)
             self._prefixes.discard(server.load.replica)  # The server's cache is probably lost.
         server.is_up = is_up
+        while server.limits and not is_up:
+            server.limits.pop().reschedule(0.0)
