@@ -1,3 +1,4 @@
+import io
 import json
 import resource
 import shlex
@@ -40,8 +41,11 @@ def test_version_and_help(
     assert "…" not in text  # A terminal of 80 columns truncates no flag.
 
 
-def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line_with_value_and_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run the first command in a process; the others run in this process, which is faster."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     cases = dict(read_table("cli_commands.refusals"))
     for number, (line, words) in enumerate(cases.items()):
         if number == 0:
