@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.engine.nodes.ray_driver import Driver
+from negamax.engine.nodes.ray_driver import Driver, cluster_nodes
 from negamax.options.engine import EngineOptions
 from tests.ports import free_port
 
@@ -89,7 +89,8 @@ class VirtualCluster:
         from ray.util import placement_group_table
 
         groups = placement_group_table().values()
-        return not self.agents() and all(group["state"] == "REMOVED" for group in groups)
+        is_free = all(node.available == node.total for node in cluster_nodes())
+        return is_free and not self.agents() and all(each["state"] == "REMOVED" for each in groups)
 
     def remove(self) -> None:
         self.disconnect()
