@@ -30,7 +30,7 @@ _STEPS = {
 }
 _NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # the number: prompt tokens / 1024
 _STRICT = re.compile(r"#### (-?[$\d.,]+)")
-_FLEXIBLE = re.compile(r"-?[$\d.,]{2,}|-?\d+")
+_FLEXIBLE = re.compile(r"-?\$?\d[\d.,]*")
 _MAX_ANSWER_CHARS = 200  # A longer answer is wrong, as it may quote the whole text.
 
 Calls = Sequence[tuple[str, dict[str, Any]]]  # (name, arguments) of each call, in order

@@ -69,7 +69,7 @@ def test_a_retrieved_value_must_be_a_word_of_a_short_answer() -> None:
     ("content", "is_solved", "is_formatted"),
     [
         ("4 + 5 is 9.\n#### 1,250", True, True),
-        ("So $1,250.00 are left.", True, False),
+        ("So $1,250.00 are left ...", True, False),
         ("#### 1250 (and 3 more)", False, True),
         ("#### 1250 1251", False, True),
         ("none", False, False),

@@ -249,5 +249,6 @@ def _encode_end(request: RoutedRequest, server: RoutedServer, error: Unavailable
 
 def _build_refusal(scope: Scope, error: NegamaxError) -> Response:
     status, answer = describe_error(error)
-    headers = {"retry-after": str(math.ceil(error.retry_after))} if error.retry_after else {}
+    seconds = error.retry_after
+    headers = {} if seconds is None else {"retry-after": str(math.ceil(seconds))}
     return build_error_response(scope, status, answer, headers=headers)

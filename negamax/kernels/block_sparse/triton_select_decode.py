@@ -295,7 +295,7 @@ def _choose_of_many(
             best = tl.maximum(best, tl.max(order, axis=2))
     chosen = find_highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # `ids` stores the selected groups for now
+    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # `ids` first stores the selected groups
     tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
     tl.debug_barrier()
     column = tl.arange(0, C.TOPK_POW2)[None, :]
