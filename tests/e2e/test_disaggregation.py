@@ -100,9 +100,13 @@ def check_same(pair: PAIR, path: str, body: dict[str, Any], *, num_remote: int =
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PAIR]:
-    with serving_pair(tmp_path_factory.mktemp("pair"), kv_load_failure_policy="recompute") as found:
+    folder = tmp_path_factory.mktemp("pair")
+    extra = {"lease_seconds": 8.0}
+    with serving_pair(
+        folder, kv_load_failure_policy="recompute", kv_connector_extra_config=extra
+    ) as found:
         yield found
-        assert eventually(lambda: found[0].gauge("negamax:kv_leases") == 0, seconds=40)
+        assert eventually(lambda: found[0].gauge("negamax:kv_leases") == 0, seconds=20)
 
 
 def test_texts_logprobs_and_usage_are_those_of_one_server(pair: PAIR) -> None:
