@@ -107,15 +107,17 @@ class ImageEncoder:
             index = upload((found,), self._device)[0].int()
         return ImageRows(index, self.rows)
 
+    def run_tower(self, tokens: int) -> None:
+        """Encode a black image of `tokens` image tokens, to compile or measure the tower."""
+        side = self._spec.token_pixels
+        self._tower([torch.zeros(side, tokens * side, 3, dtype=torch.uint8, device=self._device)])
+
     def peak_bytes(self) -> int:
         """Measure the GPU bytes of one run of the tower."""
-        tokens = min(_RUN_TOKENS, self.num_tokens)
-        side = self._spec.token_pixels
-        image = torch.zeros(side, tokens * side, 3, dtype=torch.uint8, device=self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        self._tower([image])
+        self.run_tower(min(_RUN_TOKENS, self.num_tokens))
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device) - before
         torch.cuda.empty_cache()

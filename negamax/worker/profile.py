@@ -76,6 +76,8 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
 
     with warming_up(runner.context, shows=config.show_progress):
         step(kv[: warmup_layers(model.layers, config.kv_caches)])
+        if runner.encoder is not None:
+            runner.encoder.run_tower(tokens=1)
     step(kv)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

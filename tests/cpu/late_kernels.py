@@ -35,6 +35,7 @@ from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler import scheduler
 from negamax.scheduler.draft_length import FixedDraftLength
+from negamax.scheduler.request import ImageInput
 from negamax.worker import draft_model, graphs, kv_cache, runner, sampler, step, verify
 from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
@@ -314,11 +315,18 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
         lengths = [rng.randint(1, min(most, longest - 60)) for _ in range(count)]
         run(f"mix {number}", lengths, max_tokens=rng.choice((3, 20)))
     graphs.StepGraphs.find = find  # type: ignore[method-assign]
+    if (vision := llm.info.vision) is not None:
+        launches.when, params = "an image", llm._admit([[5] * 12], SamplingParams(max_tokens=2))
+        ids = [5, 5, *[vision.image_token_id] * 6, 5, 5]
+        image = ImageInput(2, 6, (4, 6), bytes(32), bytes(24 * vision.patch_values // 2))
+        assert list(llm._run([ids], params, images=[[image]]))
 
 
 def watch(case: str) -> dict[str, Any]:
     launches = Launches()
     triton.JITFunction.run = lambda *args, **options: launches.note(*args, **options)
+    if case == "M3, drafts":  # Let this model read images, in spite of its synthetic weights.
+        setup._choose_vision = lambda _options, _source, spec, _layout: spec
     options = {"max_model_len": 32_768, "max_num_seqs": 64, **CASES[case]}
     llm = LLM(
         load_format="synthetic", num_kv_blocks=4000, log_level="error", show_progress=False,

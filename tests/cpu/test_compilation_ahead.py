@@ -44,7 +44,8 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     assert kernels
     assert [entry for entry in found if "error" in entry] == []
     assert [entry for entry in kernels if entry["shared_memory"] > most] == []
-    assert [entry for entry in kernels if not entry["fused"]] == []  # GEMMs and sums must be fused.
+    # GEMMs and sums must be fused. Rope alone gives the bits of separate operations.
+    assert {entry["kernel"] for entry in kernels if not entry["fused"]} <= {"_rope_kernel"}
     # For few tokens each thread loads its own operands, with any version of Triton.
     names = re.compile(r"_small_m_kernel|.*_gemv_kernel")
     few = [entry for entry in kernels if names.fullmatch(entry["kernel"])]

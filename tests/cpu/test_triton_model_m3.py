@@ -1,17 +1,22 @@
+from pathlib import Path
+
 import pytest
 import torch
 from m2_checkpoints import from_fp8, to_fp8
 from model_support import PagedRun, build
+from test_m3_vision import load_tower
 from test_triton_model import (
     QUANTIZED,
     Steps,
     errors,
     gpu_model,
+    kernel_table,
     large_embeddings,
     padded_decode,
     use_few_programs,
 )
 from transformers import MiniMaxM3VLConfig
+from triton_support import launches
 
 from negamax.models.registry import read_spec
 from tests import tiny_m3
@@ -52,3 +57,15 @@ def test_m3_gives_defined_logits(
     expected = reference.step([("a", [8])])["a"]
     for each in errors(padded_decode(run, "a", 8, rows=3), expected):
         assert each < 2 * error
+
+
+def test_the_vision_tower_gives_the_bits_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_m3.make_seeing_model(3, **tiny_m3.random_sizes(3)).save_pretrained(tmp_path)
+    images = [tiny_m3.random_image(56, height, torch.Generator()) for height in (28, 84)]
+    towers = [load_tower(tmp_path, torch.bfloat16, own) for own in (None, kernel_table())]
+    with launches(monkeypatch) as names, torch.inference_mode():
+        expected, found = (tower(images) for tower in towers)
+    assert torch.equal(found, expected)
+    assert names.count("_rope") == tiny_m3.SEEING["num_hidden_layers"]

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from test_gpu_engine import skip_without
 
 from negamax.cli.main import main
+from negamax.kernels.platform import platform_of
+from negamax.kernels.registry import resolve
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import read_vision
 from negamax.models.minimax_m3.vision import VisionTower
@@ -155,9 +157,10 @@ def test_the_tower_of_m3_at_its_full_width(layers: int) -> None:
     generator = torch.Generator(device="cuda").manual_seed(1)
     image = partial(torch.randint, 0, 256, dtype=torch.uint8, device="cuda", generator=generator)
     images = [image((28 * rows, 28 * columns, 3)) for rows, columns in ((9, 14), (1, 30), (20, 20))]
-    towers = []
+    towers, cuda = [], torch.device("cuda")
     for dtype in (torch.float32, torch.bfloat16):
-        tower = VisionTower(spec, WeightFormat(dtype=dtype, device=torch.device("cuda")))
+        kernels = resolve(platform=platform_of(cuda), dtype=dtype)
+        tower = VisionTower(spec, WeightFormat(dtype=dtype, device=cuda), kernels)
         draw = torch.Generator(device="cuda").manual_seed(2)
         for slot in tower.slots:
             values = torch.randn(slot.target.shape, device="cuda", generator=draw)

@@ -18,6 +18,7 @@ from negamax.kernels.attention.op import (
     HEAD_NORM_ROPE_WRITE,
     PREFILL,
     QK_NORM_ROPE_WRITE,
+    ROPE,
     ROPE_WRITE,
 )
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
@@ -52,6 +53,9 @@ _ROPE_WIDE = (
     (3001, 16, 1, 128, 128, (64, 64)),
     (16, 6, 2, 128, 128, (64, 64), FP8),
 )
+# shape of q and k, rotated columns; the vision tower of MiniMax-M3 has the last small size
+_PLAIN_ROPE_SMALL = (((0, 2, 16), 12), ((1, 3, 16), 16), ((5, 16, 80), 78))
+_PLAIN_ROPE_WIDE = (((4, 16, 80), 78), ((5476, 16, 80), 78), ((20_736, 16, 80), 78))
 
 
 def _norm_case(
@@ -115,6 +119,28 @@ def apply_norm(
 def norm_cost(case: Case) -> Cost:
     qkv = case.tensors["qkv"]
     return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
+
+
+def _rope_case(
+    dtype: torch.dtype, generator: torch.Generator, shape: tuple[int, int, int], rotary_dim: int
+) -> Case:
+    """Make a case. `shape` is (tokens, heads, head_dim)."""
+    frequencies = signed_frequencies(rotary_dim, 1e4).to(generator.device)
+    angles = cos_sin(torch.arange(shape[0], device=generator.device), frequencies)
+    q, k = (randn(*shape, dtype=dtype, generator=generator, scale=2.0) for _ in range(2))
+    tensors = {"q": q, "k": k, "cos": angles[0], "sin": angles[1]}
+    return Case(f"{shape=} {rotary_dim=}", tensors)
+
+
+def apply_rope(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    q, k, *angles = case.tensors.values()
+    outputs: tuple[Tensor, ...] = kernel.run(q.clone(), k.clone(), *angles)
+    return outputs
+
+
+def rope_cost(case: Case) -> Cost:
+    q, k, cos, _ = case.tensors.values()
+    return Cost(num_bytes=2 * num_bytes(q, k) + num_bytes(cos), flops=6 * q.numel())
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -298,6 +324,10 @@ CASES = {
         apply_norm, _HEAD_NORM_SMALL, _HEAD_NORM_WIDE, norm_per_head=True
     ),
     ROPE_WRITE: _norm_cases(partial(apply_norm, has_norm=False), _ROPE_SMALL, _ROPE_WIDE),
+    ROPE: OpCases(
+        table(_rope_case, _PLAIN_ROPE_SMALL), apply_rope, rope_cost,
+        table(_rope_case, _PLAIN_ROPE_WIDE),
+    ),
     DECODE: OpCases(
         both(table(_attention_case, _RUNS_SMALL), table(_decode_case, _DECODE_SMALL)),
         apply_attention, attention_cost,

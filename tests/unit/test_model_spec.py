@@ -81,8 +81,18 @@ M3_AROUND: Config = {
     "multimodal_projector_bias": True, "process_image_mode": "dynamic_res",
     "projector_hidden_act": "gelu", "projector_hidden_size": 6144, "torch_dtype": "bfloat16",
     "transformers_version": "4.52.4", "video_token_index": 200026, "vision_feature_layer": -1,
-    "vision_config": {"hidden_size": 1280, "model_type": "clip_vision_model"},
     "vision_feature_select_strategy": "full",
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 1280, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "intermediate_size": 5120, "patch_size": 14,
+        "image_size": 2016, "num_channels": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+        "projection_dim": 6144, "position_embedding_type": "rope", "rope_mode": "3d",
+        "rope_theta": 10000.0, "vision_segment_max_frames": 4,
+        "img_token_compression_config": {
+            "image_token_compression_method": "patch_merge", "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
 }  # fmt: skip
 M3: Config = {**M3_AROUND, "text_config": M3_TEXT}
 EVERY = [1] * 60
@@ -131,6 +141,19 @@ def test_published_configs_give_the_bundled_specs(config: Config, name: str, ele
     assert msgspec.msgpack.decode(frame, type=type(spec)) == spec
     assert msgspec.msgpack.decode(frame, type=ModelSpec).architecture == spec.architecture
     assert (detect(spec.quantization) is None) is (name == "minimax-m3")
+
+
+def test_the_published_config_of_the_vision_tower_is_read() -> None:
+    vision = read_spec(M3).vision
+    assert vision is not None
+    assert (vision.head_dim, vision.patch_values, vision.token_pixels) == (80, 1176, 28)
+    tokens = vision.image_token_id, vision.image_start_id, vision.image_end_id
+    assert tokens == (200_025, 200_029, 200_030)
+    assert read_spec(change(M3, vision_config=None)).vision is None
+    assert read_spec(change(M3, image_token_index=200_064)).vision is None
+    for field, value in (("rope_mode", "2d"), ("num_channels", 1), ("num_attention_heads", 7)):
+        with pytest.raises(ConfigError, match=f"{field}|a multiple of 7"):
+            read_spec(change(M3, vision_config=change(M3["vision_config"], **{field: value})))
 
 
 def test_bundled_specs_of_m2_differ_only_in_the_context_length() -> None:

@@ -110,6 +110,15 @@ def head_norm_rope_write(
     return q.to(qkv.dtype)
 
 
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, /) -> tuple[Tensor, Tensor]:
+    """Rotate the first dimensions of q and k [T, heads, head_dim]; cos, sin [T, 1, rotary_dim].
+
+    Arithmetic is in fp32; results are rounded once. A kernel may overwrite q and k.
+    """
+    q, k = (half_split(part.float(), cos, sin).to(part.dtype) for part in (q, k))
+    return q, k
+
+
 def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache, /) -> Tensor:
     """Run `qk_norm_rope_write` without norms; all dimensions of a head are rotated."""
     _, kv_heads, _, head_dim = cache.k.shape
@@ -212,6 +221,7 @@ ROPE_WRITE = op(
     tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
+ROPE = op("attention.rope", rope, None, summary="rope of q and k", tolerance=ROPE_TOLERANCE)
 DECODE = op(
     "attention.decode",
     attend,

@@ -29,7 +29,7 @@ def build(spec: MiniMaxM3Spec, setup: LayerSetup) -> Decoder:
     kinds = _build_kinds(spec, layers, setup)
     tower = None
     if spec.vision is not None and setup.context.layout.is_first_stage:
-        tower = VisionTower(spec.vision, setup.weights)
+        tower = VisionTower(spec.vision, setup.weights, setup.kernels)
     return Decoder(spec, layers, kinds, names=minimax_names.DECODER, vision=tower, **own)
 
 

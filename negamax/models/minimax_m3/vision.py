@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.config.vision import VisionSpec
-from negamax.kernels.rotary import half_split
+from negamax.kernels.attention.op import ROPE
+from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import WeightSlot
 from negamax.models.minimax_m3 import names
 from negamax.quantization.scheme import WeightFormat
@@ -64,9 +65,11 @@ class _Weights:
 class _VisionLayer:
     """A vision layer: a norm, bidirectional attention, a second norm, and an MLP."""
 
-    def __init__(self, layer: int, spec: VisionSpec, weights: _Weights) -> None:
+    def __init__(
+        self, layer: int, spec: VisionSpec, weights: _Weights, kernels: KernelTable
+    ) -> None:
         own, hidden = names.vision_layer(layer), spec.hidden_size
-        self._heads = (spec.num_heads, spec.head_dim)
+        self._heads, self._rope = (spec.num_heads, spec.head_dim), kernels[ROPE].run
         self._norms = [weights.take_norm(name, hidden, spec.layer_norm_eps) for name in own.norms]
         self._qkv = [weights.take_linear(name, hidden, hidden) for name in own.qkv]
         self._out = weights.take_linear(own.out, hidden, hidden)
@@ -76,7 +79,7 @@ class _VisionLayer:
         """h [N, hidden]: patches of images with `sizes`; angles: cos, sin [N, 1, rotated] fp32."""
         x = self._norms[0](h)
         q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
-        q, k = (half_split(part.float(), *angles).to(v.dtype) for part in (q, k))
+        q, k = self._rope(q, k, *angles)
         of_images = zip(*(part.split(list(sizes)) for part in (q, k, v)), strict=True)
         mixed = torch.cat([_attend(*parts) for parts in of_images])
         h = h + self._out(mixed.flatten(1))
@@ -86,7 +89,7 @@ class _VisionLayer:
 class VisionTower:
     """The vision tower and projector, whose weights are not sharded."""
 
-    def __init__(self, spec: VisionSpec, weights: WeightFormat) -> None:
+    def __init__(self, spec: VisionSpec, weights: WeightFormat, kernels: KernelTable) -> None:
         own, hidden = _Weights(weights), spec.hidden_size
         side, text = spec.patch_size, spec.text_hidden
         self.spec, self._dtype, self._device = spec, weights.dtype, weights.device
@@ -94,7 +97,7 @@ class VisionTower:
             names.PATCHES, (hidden, 3, spec.temporal_patch_size, side, side)
         ).flatten(1)
         self._norm = own.take_norm(names.PATCH_NORM, hidden, spec.layer_norm_eps)
-        self._layers = [_VisionLayer(layer, spec, own) for layer in range(spec.num_layers)]
+        self._layers = [_VisionLayer(i, spec, own, kernels) for i in range(spec.num_layers)]
         self._project = own.take_mlp(names.PROJECTOR, hidden, spec.projector_hidden_size, text)
         merged = text * spec.patches_per_token
         self._merge = own.take_mlp(names.MERGE, merged, spec.projector_hidden_size, text)
