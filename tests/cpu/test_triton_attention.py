@@ -1,10 +1,12 @@
 import itertools
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +24,7 @@ from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention import triton_decode_plan, triton_prefill
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
+from negamax.kernels.attention.triton_shared import split_queries
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases import attention as cases
@@ -54,6 +57,32 @@ def decode(q: Tensor, cache: KvCache, plan: Any, want: Tensor) -> QuantizedActiv
     assert relative_error(got.hidden, want) < 5e-3
     assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
     return got
+
+
+class Fp8Keys(NamedTuple):
+    FP8_KEYS: bool = True
+    DOT: tl.dtype = tl.float32
+
+
+@triton.jit
+def _split_kernel(q, parts, factors, ROWS: tl.constexpr, C: tl.constexpr):
+    row, at = tl.arange(0, ROWS), tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    operands, factor = split_queries(tl.load(q + at), C)
+    for i in tl.static_range(2):
+        tl.store(parts + i * ROWS * 32 + at, operands[i].to(tl.float32))
+    tl.store(factors + row, factor)
+
+
+def test_bf16_queries_are_sums_of_two_fp8_matrices() -> None:
+    q = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    q[1:3] *= torch.tensor([[1e30], [1e-30]])
+    q[3], q[4], q[5, ::2] = 0, 3.38e38, q[5, ::2] * 1e-3
+    parts, factors = torch.empty(2, 16, 32), torch.empty(16)
+    _split_kernel[(1,)](q, parts, factors, ROWS=16, C=Fp8Keys())
+    assert torch.equal(parts.to(FP8).float(), parts)
+    largest, found = q.float().abs().amax(1, keepdim=True), parts.sum(0) * factors[:, None]
+    assert ((found == q) | (q.abs() < largest * 2**-9)).all()
+    assert ((found - q).abs() <= largest * 2**-17).all()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton.language as tl
 from triton_support import (  # This import must precede the kernels.
     Group,
     Ranks,
@@ -96,22 +95,13 @@ def chosen(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "constants"),
-    [
-        (FP8, 1, {"MOST_COMPARED": 256, "_NUM_GROUPS": 64}),
-        (torch.bfloat16, 2, {"_FEW": 128, "MOST_SCORES": 512}),
-        full(FP8, 3, {"_FEW": 64}),
-        full(torch.bfloat16, 3, {"MOST_COMPARED": 256, "_NUM_GROUPS": 32}),
-    ],
+    ("dtype", "heads", "entries"),
+    [(FP8, 1, 64), (torch.bfloat16, 2, 512), full(FP8, 3, 512), full(torch.bfloat16, 3, 8)],
 )
 def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
-    dtype: torch.dtype, heads: int, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, heads: int, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in constants.items():
-        of_kernels = name.startswith("_")
-        monkeypatch.setattr(
-            triton_select_decode, name, tl.constexpr(value) if of_kernels else value
-        )
+    monkeypatch.setattr(triton_select_decode, "MOST_ENTRIES", entries)
     lengths = [4805, 1, 130, 40, 300, 300, 4805]
     cache, tables = paged(lengths, heads=1, dtype=dtype)
     shape = replace(SHAPE, kv_heads=heads)
@@ -184,7 +174,7 @@ def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover hundreds of blocks, few blocks, unscored blocks and equal scores."""
-    monkeypatch.setattr(triton_select_decode, "MOST_COMPARED", 512 if is_captured else 256)
+    monkeypatch.setattr(triton_select_decode, "MOST_ENTRIES", 512 if is_captured else 128)
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
     lengths = (9700, 130, 40, 300) if max(queries) == 1 else (90, 330, 20, 200)

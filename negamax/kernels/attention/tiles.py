@@ -61,7 +61,8 @@ class H200AttentionTiles(AttentionTiles):
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
         if block_m == 64:
             return Launch(block_n=32 if cache_bytes > 1 else 64, num_warps=4, num_stages=3)
-        return Launch(block_n=64, num_warps=8, num_stages=3)
+        # With FP8 caches two programs of 4 warps fit on a multiprocessor.
+        return Launch(block_n=64, num_warps=8 if cache_bytes > 1 else 4, num_stages=3)
 
 
 def tiles_for(device: torch.device) -> AttentionTiles:
@@ -69,14 +70,20 @@ def tiles_for(device: torch.device) -> AttentionTiles:
 
 
 def choose_decode_programs(
-    num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1, min_splits: int = 1
+    num_seqs: int,
+    kv_heads: int,
+    multiprocessors: int,
+    *,
+    num_rows: int = 1,
+    min_splits: int = 1,
+    constants: DecodeSplit = DECODE,
 ) -> tuple[int, bool]:
     """Return the number of programs per KV head, and SPLIT_KV (whether each program has one split
     of one sequence). SPLIT_KV needs `min_splits` programs per sequence. A tile has `num_rows` rows.
     """
-    runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
+    runs = constants.programs if num_rows <= 16 else constants.wide_programs
     split, many = (
         max(1, int(multiprocessors * number // kv_heads))
-        for number in (DECODE.split_programs, runs)
+        for number in (constants.split_programs, runs)
     )
     return (split, True) if num_seqs * min_splits <= split else (many, False)

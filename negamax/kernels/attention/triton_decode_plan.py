@@ -27,7 +27,7 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns, PagedShape
-from negamax.kernels.attention.tiles import DECODE, choose_decode_programs
+from negamax.kernels.attention.tiles import DECODE, DecodeSplit, choose_decode_programs
 from negamax.kernels.attention.triton_decode_runs import choose_queries_per_program
 from negamax.kernels.launch.ptx import wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options
@@ -216,6 +216,7 @@ def plan_splits(
     num_rows: int = 1,
     min_splits: int = 1,
     reduce_later: bool = False,
+    constants: DecodeSplit = DECODE,
 ) -> Splits:
     """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens.
 
@@ -225,9 +226,14 @@ def plan_splits(
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
     programs, split_kv = choose_decode_programs(
-        num_seqs, kv_heads, multiprocessors, num_rows=num_rows, min_splits=min_splits
+        num_seqs,
+        kv_heads,
+        multiprocessors,
+        num_rows=num_rows,
+        min_splits=min_splits,
+        constants=constants,
     )
-    most = int(multiprocessors * DECODE.programs)
+    most = int(multiprocessors * constants.programs)
     if reduce_later:  # each program stores one partial result, so it processes one sequence
         programs, split_kv = max(programs, num_seqs), True
         most = max(most, programs)
@@ -236,8 +242,8 @@ def plan_splits(
     if num_seqs:
         _plan_decode_kernel[(1,)](
             seq_lens, block_table_indices, sequences, work, num_seqs, programs, int(split_kv),
-            BLOCK_N=block_n, MIN_TILES=DECODE.min_tiles, PROGRAMS_POW2=triton.next_power_of_2(most),
-            num_warps=4, **launch_options(device),
+            BLOCK_N=block_n, MIN_TILES=constants.min_tiles,
+            PROGRAMS_POW2=triton.next_power_of_2(most), num_warps=4, **launch_options(device),
         )  # fmt: skip
     return Splits(sequences, work, programs, split_kv)
 

@@ -37,8 +37,10 @@ from negamax.kernels.attention.triton_shared import (
     load_tile,
     locate_key_tile,
     merge_splits,
+    multiply_keys,
     score_scale,
     softmax_step,
+    split_queries,
     store_split,
     write_heads,
     write_lse,
@@ -254,7 +256,9 @@ def _prefill_kernel(
     mask = (query < count)[:, None] & (column < C.DIM)[None, :]
     q_tile = tl.load(
         q + out_row.to(tl.int64)[:, None] * C.DIM + column[None, :], mask=mask, other=0.0
-    ).to(C.DOT)
+    )
+    operands, scale = split_queries(q_tile, C)
+    scale *= qk_scale
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -273,16 +277,16 @@ def _prefill_kernel(
     lane = tl.arange(0, C.BLOCK_N)[:, None]
     offset = locate_key_tile(table, begin, lane, end, head, C)
     for t in range(begin, after):
-        k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
+        k = load_tile(k_cache, offset, lane, column[None, :], C)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         offset = locate_key_tile(table, t + 1, lane, end, head, C)
-        scores = tl.dot(q_tile, tl.trans(k))
+        scores = multiply_keys(operands, k, C)
         if (t + 1) * C.BLOCK_N > start:
             visible = position - t * C.BLOCK_N
             scores = tl.where(
                 tl.arange(0, C.BLOCK_N)[None, :] <= visible[:, None], scores, float("-inf")
             )
-        p, alpha, m_i = softmax_step(scores, qk_scale, m_i)
+        p, alpha, m_i = softmax_step(scores, scale, m_i)
         l_i = l_i * alpha + tl.sum(p, axis=1)
         acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
     if C.SPLIT_KV:

@@ -11,6 +11,7 @@ from torch import Tensor
 from negamax.kernels.activations import GROUP
 from negamax.kernels.attention.metadata import PagedShape
 from negamax.kernels.kvcache.op import FP8
+from negamax.kernels.launch.tile import has_h200_tiles
 from negamax.kernels.launch.triton import INTERPRETED, e4m3_max
 from negamax.kernels.quantize.native import Outputs, outputs
 
@@ -29,6 +30,7 @@ class AttentionConstants(NamedTuple):
     BLOCK_D: int  # DIM, padded to a power of two
     QUANTIZE: bool  # whether to write the output also in FP8
     DOT: tl.dtype  # dtype of the operands of tl.dot
+    FP8_KEYS: bool = False  # whether tl.dot multiplies FP8 keys without conversion
     SPLIT_KV: bool = False  # whether each program attends to one split of the keys
     # only decodes use the fields below (`triton_decode.py`)
     WARPS: int = 0
@@ -62,6 +64,7 @@ def attention_constants(
         BLOCK_D=triton.next_power_of_2(max(16, q.shape[-1])),
         QUANTIZE=shape.quantize,
         DOT=dot_dtype(q.dtype, cache.dtype),
+        FP8_KEYS=block_m >= 64 and multiplies_fp8_keys(q, cache),
         **decode,
     )
 
@@ -84,6 +87,49 @@ def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
         f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
     )
     return outputs(q.new_empty(q.shape[0], q.shape[1] * q.shape[2]), quantize=quantize)
+
+
+def multiplies_fp8_keys(q: Tensor, cache: Tensor) -> bool:
+    """Return whether `split_queries` writes bf16 queries q as FP8, for keys of an FP8 cache."""
+    is_wide = q.shape[-1] > 16  # tl.dot multiplies at least 32 columns of FP8
+    return is_wide and (cache.dtype, q.dtype) == (FP8, torch.bfloat16) and has_h200_tiles(q.device)
+
+
+@triton.jit
+def split_queries(q, C: tl.constexpr):
+    """Return operands of `multiply_keys` for queries q [rows, BLOCK_D], and a factor [rows] of the
+    products. With FP8_KEYS the operands are two FP8 matrices, whose sum is q divided by the factor.
+
+    bf16 has 8 significant bits and e4m3 has 4, so the sum is exact. Only elements below 2^-9 of the
+    row's largest element are rounded, by at most 2^-17 of the largest element.
+    """
+    if C.FP8_KEYS:
+        x = q.to(tl.float32)
+        # exponent of the largest element, with bias; the scaled elements are below 256
+        exponent = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.minimum(tl.maximum(exponent, 8), 253)
+        x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        high = x.to(tl.float8e4nv)
+        low = (x - high.to(tl.float32)).to(tl.float8e4nv)
+        if INTERPRETED:
+            return (high.to(C.DOT), low.to(C.DOT)), ((exponent - 7) << 23).to(
+                tl.float32, bitcast=True
+            )
+        return (high, low), ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    else:
+        return (q.to(C.DOT), q.to(C.DOT)), tl.full([q.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def multiply_keys(operands, k, C: tl.constexpr):
+    """Multiply queries from `split_queries` with keys k [keys, BLOCK_D] -> [rows, keys] fp32."""
+    high, low = operands
+    if C.FP8_KEYS:
+        if INTERPRETED:
+            k = k.to(C.DOT)
+        return tl.dot(high, tl.trans(k), tl.dot(low, tl.trans(k)))
+    else:
+        return tl.dot(high, tl.trans(k.to(C.DOT)))
 
 
 @triton.jit
@@ -147,11 +193,13 @@ def clamp_empty_max(m_i):
 @triton.jit
 def softmax_step(scores, scale, m_i):
     """Update a base-2 online softmax by scores [..., rows, keys] of a tile and the maxima m_i [...,
-    rows]. Return the weights p of the keys, the factor alpha of earlier sums, and the new m_i.
+    rows]; `scale` is a scalar or [..., rows]. Return the weights p of the keys, the factor alpha of
+    earlier sums, and the new m_i.
     """
     axis: tl.constexpr = len(scores.shape) - 1
     new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)
     safe = clamp_empty_max(new)
+    scale = tl.expand_dims(scale + tl.zeros_like(m_i), axis)
     p = tl.exp2(scores * scale - tl.expand_dims(safe, axis))
     alpha = tl.exp2(m_i - safe)
     return p, alpha, new

@@ -29,8 +29,10 @@ from negamax.kernels.attention.triton_shared import (
     attention_constants,
     head_outputs,
     load_tile,
+    multiply_keys,
     score_scale,
     softmax_step,
+    split_queries,
     write_heads,
     write_lse,
 )
@@ -162,7 +164,8 @@ def _sparse_prefill_kernel(
     out_row = token * (C.KV_HEADS * C.GROUP) + head * C.GROUP + row % C.GROUP
     q_mask = is_row[:, None] & (column < C.DIM)[None, :]
     q_at = q + out_row[:, None] * C.DIM + column[None, :]
-    q_tile = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
+    operands, scale = split_queries(tl.load(q_at, mask=q_mask, other=0.0), C)
+    scale *= qk_scale
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -172,17 +175,17 @@ def _sparse_prefill_kernel(
     for t in range(0, size * TILES):
         part = t % TILES
         offset = page.to(tl.int64) * (C.BLOCK_SIZE * C.DIM) + part * (C.BLOCK_N * C.DIM)
-        k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
+        k = load_tile(k_cache, offset, lane, column[None, :], C)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
         # Load page indices one tile ahead. Dependent loads would halve the pipeline stages.
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
-        scores = tl.dot(q_tile, tl.trans(k))
+        scores = multiply_keys(operands, k, C)
         if (first_key + C.BLOCK_N > start + 1) | (by != everybody):
             visible = tl.where((by >> query) & 1 != 0, position - first_key, -1)
             scores = tl.where(key <= visible[:, None], scores, float("-inf"))
-        p, alpha, m_i = softmax_step(scores, qk_scale, m_i)
+        p, alpha, m_i = softmax_step(scores, scale, m_i)
         l_i = l_i * alpha + tl.sum(p, axis=1)
         acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
     acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]

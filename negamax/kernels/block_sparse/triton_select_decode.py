@@ -10,9 +10,10 @@ blocks of the sequence.
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last program                                                 -> ids, pages
 
-If a sequence has few blocks, the kernel sorts the scores. For more blocks the kernel finds the
-TOPK-th highest score by bisection. For many blocks the kernel first finds the groups of blocks with
-the highest scores. Sequences of at most TOPK blocks are not scored.
+The last program finds the TOPK-th highest score by bisection. If a sequence has many blocks,
+adjacent blocks form groups. The TOPK best blocks are in the TOPK groups with the highest maxima, so
+the last program compares the maxima, and then only the blocks of these groups. Sequences of at most
+TOPK blocks are not scored.
 """
 
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.tiles import DecodeSplit
 from negamax.kernels.attention.triton_decode_plan import (
     SEQUENCE_WORDS,
     WORK_WORDS,
@@ -48,17 +50,15 @@ from negamax.kernels.block_sparse.triton_selection import (
     selection_constants,
     store_all_blocks,
     store_best,
-    store_highest,
+    store_blocks,
 )
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # maximum number of queries of a sequence that are scored together
-# maxima of one comparison: number of blocks per index query, number of scores of all queries
-MOST_COMPARED, MOST_SCORES = 2048, 4096
-_FEW = tl.constexpr(256)  # up to this number of scored blocks, all scores are sorted
-_NUM_GROUPS = tl.constexpr(512)  # number of groups of blocks if not all blocks are compared at once
-_MOST_ROWS = tl.constexpr(4)  # maximum number of index queries processed at a time
-_MOST_MEMBERS = tl.constexpr(16)  # maximum number of index queries * blocks per group in a load
+MOST_ROWS = 4  # maximum number of index queries that are compared at a time
+MOST_ENTRIES = 512  # maximum number of blocks or groups that are compared at a time
+# `Launch.maxnreg` limits the registers of a program, so that four fit on a multiprocessor.
+_CONSTANTS = DecodeSplit(programs=4, split_programs=4)
 
 
 class Queries(NamedTuple):
@@ -80,8 +80,15 @@ class SelectDecodePlan:
     arrivals: Tensor  # [S] int32, number of finished programs of each sequence; 0 between launches
     splits: Splits
     own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
-    # number of elements -> buffer of scores; the first layer allocates the buffer
+    # number of elements -> buffer of scores, which the first layer allocates; group maxima are
+    # NO_SCORE between launches
     scores: dict[int, Tensor] = field(default_factory=dict)
+
+
+@triton.jit
+def _load_queries(queries, seq):
+    at = queries + seq * 4
+    return Queries(tl.load(at), tl.load(at + 1), tl.load(at + 2))
 
 
 @triton.jit
@@ -175,7 +182,11 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
         )
         scored = own.tokens
     splits = plan_splits(
-        scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size
+        scored,
+        metadata.block_table_indices,
+        kv_heads=1,
+        block_n=shape.sparse_block_size,
+        constants=_CONSTANTS,
     )
     most = merge if is_single else max(metadata.host_query_lens)
     return SelectDecodePlan(metadata, shape, most, queries, arrivals, splits, own)
@@ -183,15 +194,20 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
 
 @triton.jit
 def _score_blocks(
-    index_q, cache, table, numbers, scores, width, queries, first, until, C: tl.constexpr
-):
-    """Compute the scores of scored blocks first to until - 1 for all index queries of `queries`."""
+    index_q, cache, table, numbers, scores, stride, width, queries, first, until,
+    GROUP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Store `order_scores` of scored blocks first to until - 1 for all index queries of `queries`,
+    and the maximum of each group.
+    """
     row, key = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK)
     is_row = row < queries.count * C.HEADS
     first_row = queries.first.to(tl.int64) * C.HEADS
     q = load_index_queries(index_q, first_row, is_row, C)
     position = queries.length - queries.count + row // C.HEADS
-    score_at = scores + (first_row + row) * width
+    last = find_last_block(position, C.BLOCK)
+    of_groups = scores + (first_row + row) * stride
+    of_blocks = of_groups + (stride - width)
     cache_block = tl.load(table + first // C.PER_BLOCK)
     next_number = find_scored_block(numbers, first, C)
     for i in range(first, until):
@@ -201,142 +217,70 @@ def _score_blocks(
         )
         is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
         score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
-        tl.store(score_at + i, score, mask=is_row)
-
-
-@triton.jit
-def _load_order(
-    scores, row, i, numbers, num_scored, last, width, C: tl.constexpr, IN_RUNS: tl.constexpr = False
-):
-    """Return `order_scores` of the scored blocks at the indices `i` for the index queries `row`,
-    and the block numbers; indices from `num_scored` on give NO_BLOCK. `row` and `i` are broadcast.
-    With IN_RUNS `i` consists of runs of adjacent indices, each of which one load reads.
-    """
-    block = i
-    if C.RANKS > 1:
-        is_block = i < num_scored
-        block = tl.load(numbers + i // C.PER_BLOCK, mask=is_block, other=0)
-        block = tl.where(is_block, block * C.PER_BLOCK + i % C.PER_BLOCK, NO_BLOCK)
-    mask = (i < width) & (last >= 0) if IN_RUNS else block <= last
-    # The load bypasses L1, because other programs wrote the scores.
-    score_at = scores + row.to(tl.int64) * width + i
-    score = tl.load(score_at, mask=mask, other=0.0, cache_modifier=".cg")
-    return order_scores(score, block, last, C), block
-
-
-@triton.jit
-def _locate_rows(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
-    """Return indices of ROWS index queries, whether they exist, and their last visible blocks."""
-    row = start + tl.arange(0, ROWS)
-    is_there = row < queries.count * C.HEADS
-    position = queries.length - queries.count + row // C.HEADS
-    last = tl.where(is_there, find_last_block(position, C.BLOCK), -1)
-    return row + queries.first * C.HEADS, is_there, last
-
-
-@triton.jit
-def _choose_of_few(
-    scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Select blocks for ROWS index queries among up to _FEW blocks."""
-    row, is_there, last = _locate_rows(queries, start, ROWS, C)
-    i = tl.arange(0, _FEW)[None, :] + row[:, None] * 0
-    order, block = _load_order(
-        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
-    )
-    best = tl.topk(make_key(order, block), C.TOPK_POW2)
-    store_best(best, row, row % C.HEADS, table, is_there, ids, pages, C)
-
-
-@triton.jit
-def _choose_of_some(
-    scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Select blocks, ROWS index queries at a time, if BLOCKS is `num_scored` rounded up to a power
-    of two; else do nothing.
-    """
-    if (num_scored > BLOCKS // 2) & (num_scored <= BLOCKS):
-        for start in range(0, num_rows, ROWS):
-            row, is_there, last = _locate_rows(queries, start, ROWS, C)
-            i = tl.arange(0, BLOCKS)[None, :] + row[:, None] * 0
-            order, block = _load_order(
-                scores, row[:, None], i, numbers, num_scored, last[:, None], width, C, IN_RUNS=True
-            )
-            store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
-
-
-@triton.jit
-def _choose_of_many(
-    scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Select blocks for ROWS index queries among any number of blocks. GROUP adjacent blocks form a
-    group. The TOPK best blocks are in the TOPK groups with the highest maximum scores.
-    """
-    row, is_there, last = _locate_rows(queries, start, ROWS, C)
-    group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
-    if ROWS == 1:
-        order, _ = _load_order(
-            scores, row[:, None, None], group[:, :, None] * GROUP + member, numbers, num_scored,
-            last[:, None, None], width, C,
-        )  # fmt: skip
-        best = tl.max(order, axis=2)
-    else:
-        MEMBERS: tl.constexpr = min(GROUP, _MOST_MEMBERS // ROWS)
-        part = tl.arange(0, MEMBERS)[None, None, :]
-        best = tl.full([ROWS, _NUM_GROUPS], NO_SCORE, tl.int32)
-        for begin in range(0, GROUP, MEMBERS):
-            order, _ = _load_order(
-                scores, row[:, None, None], group[:, :, None] * GROUP + begin + part, numbers,
-                num_scored, last[:, None, None], width, C, IN_RUNS=True,
-            )  # fmt: skip
-            best = tl.maximum(best, tl.max(order, axis=2))
-    chosen = find_highest(best, C.TOPK)
-    place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # `ids` first stores the selected groups
-    tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
-    tl.debug_barrier()
-    column = tl.arange(0, C.TOPK_POW2)[None, :]
-    is_group = column < tl.sum(chosen.to(tl.int32), axis=1)[:, None]
-    group = tl.load(first + column, mask=is_group, other=0, cache_modifier=".cg").to(tl.int32)
-    tl.debug_barrier()
-    i = tl.where(is_group[:, :, None], group[:, :, None] * GROUP + member, NO_BLOCK)
-    i = tl.reshape(i, [ROWS, C.TOPK_POW2 * GROUP])
-    order, block = _load_order(
-        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C, IN_RUNS=ROWS > 1
-    )
-    store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
+        order = order_scores(score, block, last, C)
+        tl.store(of_blocks + i, order, mask=is_row)
+        if GROUP > 1:
+            tl.atomic_max(of_groups + i // GROUP, order, mask=is_row, sem="relaxed")
 
 
 @triton.jit
 def _choose(
-    scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
-    COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    scores, stride, width, numbers, table, num_scored, queries, ids, pages, ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for all index queries of `queries`; the number of blocks decides the method."""
+    """Select blocks for all index queries of `queries`, ROWS at a time.
+
+    Among more than ENTRIES blocks, the first level selects groups and the second level selects
+    blocks of these groups. The code is short: caches seldom hold the code that only the last
+    program of a sequence runs.
+    """
+    entry, column = tl.arange(0, ENTRIES)[None, :], tl.arange(0, C.TOPK_POW2)[None, :]
     num_rows = queries.count * C.HEADS
-    if num_scored <= _FEW:
-        for start in range(0, num_rows, ROWS):
-            _choose_of_few(
-                scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, C
-            )
-    elif num_scored <= COMPARED:
-        for level in tl.static_range(1, 4):
-            if (_FEW << level) <= COMPARED:
-                _choose_of_some(
-                    scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS,
-                    _FEW << level, C,
-                )  # fmt: skip
-    elif GROUP > 0:
-        # in measurements, only 4 index queries together were faster than one at a time
-        MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
-        for start in range(0, num_rows, MANY):
-            _choose_of_many(
-                scores, table, numbers, num_scored, width, queries, ids, pages, start, MANY, GROUP,
-                C,
-            )  # fmt: skip
+    first_level = 1
+    if GROUP > 1:
+        first_level = (num_scored <= ENTRIES).to(tl.int32)
+    for start in range(0, num_rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        is_there = (row < num_rows)[:, None]
+        row += queries.first * C.HEADS
+        of_groups = scores + row.to(tl.int64)[:, None] * stride
+        of_blocks = of_groups + (stride - width)
+        chosen_at = ids + row.to(tl.int64)[:, None] * C.TOPK  # first stores the selected entries
+        i = entry + tl.zeros([ROWS, 1], tl.int32)
+        count = tl.zeros([ROWS], tl.int32)
+        for level in range(first_level, 2):
+            num_entries = tl.where(level == 0, tl.cdiv(num_scored, GROUP), num_scored)
+            at = tl.where(level == 0, of_groups, of_blocks) + i
+            is_entry = is_there & (i < num_entries)
+            # The load bypasses L1, because other programs wrote the scores.
+            order = tl.load(at, mask=is_entry, other=NO_SCORE, cache_modifier=".cg")
+            chosen = find_highest(order, C.TOPK)
+            place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
+            count = tl.sum(chosen.to(tl.int32), axis=1)
+            tl.store(chosen_at + place, i.to(ids.dtype.element_ty), mask=chosen)
+            tl.debug_barrier()
+            if GROUP > 1:  # noqa: SIM102  Triton evaluates this condition at compile time
+                if level == 0:
+                    tl.store(at, tl.full([ROWS, ENTRIES], NO_SCORE, tl.int32), mask=is_entry)
+                    is_member = entry // GROUP < count[:, None]
+                    group = tl.load(
+                        chosen_at + entry // GROUP, mask=is_member, other=0, cache_modifier=".cg"
+                    )
+                    i = group.to(tl.int32) * GROUP + entry % GROUP
+                    i = tl.where(is_member, i, NO_BLOCK)
+                    tl.debug_barrier()
+        is_block = column < count[:, None]
+        i = tl.load(chosen_at + column, mask=is_block, other=0, cache_modifier=".cg").to(tl.int32)
+        tl.debug_barrier()
+        if C.RANKS == 1:
+            block = tl.where(is_block, i, NO_BLOCK)
+            mask = is_there & (column < C.TOPK)
+            store_blocks(block, column, row, row % C.HEADS, table, mask, ids, pages, C)
+        else:
+            order = tl.load(of_blocks + i, mask=is_block, other=NO_SCORE, cache_modifier=".cg")
+            key = make_key(order, find_scored_block(numbers, i, C))
+            key = tl.where(is_block, key, NO_KEY)
+            tl.store(chosen_at + column, key, mask=is_there & (column < C.TOPK))
 
 
 # no specialization on alignment, because a slice of a buffer may have any alignment
@@ -348,17 +292,18 @@ def _select_decode_kernel(
     queries,  # [S, 4] int32, a `Queries` for each sequence
     sequences,  # [S, SEQUENCE_WORDS] int32, see attention/triton_decode_plan
     work,
-    scores,  # [T * HEADS, width] fp32, written: scores of the blocks
+    scores,  # [T * HEADS, stride] int32, written: group maxima if GROUP > 1, and `width` scores
     arrivals,  # [S] int32, number of finished programs; 0 between launches
     ids,  # [T, HEADS, TOPK], written: int32 block numbers; if RANKS > 1 int64 sort keys
     pages,  # [T, HEADS, TOPK] int32, written: pages of the selected blocks
     own_blocks,  # [S, 2, own_width] as `OwnBlocks`, read only if RANKS > 1
     own_width,
     table_stride,
+    stride,
     width,
-    ROWS: tl.constexpr,  # number of index queries that are processed at a time
-    COMPARED: tl.constexpr,  # maximum number of blocks that are compared at once
-    GROUP: tl.constexpr,  # number of blocks per group; 0 if at most COMPARED blocks are possible
+    ROWS: tl.constexpr,  # number of index queries that are compared at a time
+    ENTRIES: tl.constexpr,  # number of blocks or groups that are compared at a time
+    GROUP: tl.constexpr,  # number of adjacent blocks per group; 1: blocks have no groups
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -368,12 +313,10 @@ def _select_decode_kernel(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     work += tl.program_id(0) * WORK_WORDS
     tile, end, seq = tl.load(work), tl.load(work + 1), tl.load(work + 2)
-    launch_dependents_then_wait(PDL)
+    sequence, query = load_sequence(work + 4), _load_queries(queries, seq)
+    launch_dependents_then_wait(PDL)  # The predecessor does not write the plan.
     while tile < end:
-        sequence = load_sequence(sequences + seq * SEQUENCE_WORDS)
         until = tl.minimum(end, sequence.end_tile)
-        own = queries + seq * 4
-        query = Queries(tl.load(own), tl.load(own + 1), tl.load(own + 2))
         table = tables + sequence.table_index.to(tl.int64) * table_stride
         if sequence.length == 0:
             row = tl.arange(0, BLOCK_M)
@@ -396,18 +339,24 @@ def _select_decode_kernel(
             else:
                 numbers = own_blocks + seq.to(tl.int64) * 2 * own_width
                 blocks = numbers + own_width
-            _score_blocks(index_q, cache, blocks, numbers, scores, width, query, first, after, C)
+            _score_blocks(
+                index_q, cache, blocks, numbers, scores, stride, width, query, first, after, GROUP,
+                C,
+            )  # fmt: skip
             tl.debug_barrier()
             before = tl.atomic_add(arrivals + seq, 1, sem="acq_rel")
             if before == sequence.num_splits - 1:
                 tl.debug_barrier()
                 tl.store(arrivals + seq, 0)
                 _choose(
-                    scores, table, numbers, num_scored, width, query, ids, pages, ROWS, COMPARED,
-                    GROUP, C,
+                    scores, stride, width, numbers, table, num_scored, query, ids, pages, ROWS,
+                    ENTRIES, GROUP, C,
                 )  # fmt: skip
         tile = until
-        seq += 1
+        if tile < end:
+            seq += 1
+            sequence = load_sequence(sequences + seq * SEQUENCE_WORDS)
+            query = _load_queries(queries, seq)
 
 
 def select_decode(
@@ -423,20 +372,21 @@ def select_decode(
     if num_tokens == 0:
         return
     per_block = shape.block_size // shape.sparse_block_size
-    width = tables.shape[1] * per_block
-    size = num_tokens * heads * width
+    width, most_rows = tables.shape[1] * per_block, plan.most_queries * heads
+    rows = min(MOST_ROWS, triton.next_power_of_2(most_rows))
+    constants = selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows)
+    entries = max(constants.TOPK_POW2, min(MOST_ENTRIES, triton.next_power_of_2(width)))
+    while constants.TOPK_POW2 * triton.next_power_of_2(triton.cdiv(width, entries)) > entries:
+        entries *= 2  # the blocks of TOPK groups are compared at a time
+    group = triton.next_power_of_2(triton.cdiv(width, entries))
+    stride = width + (entries if group > 1 else 0)
+    size = num_tokens * heads * stride
     if size not in plan.scores:
-        plan.scores[size] = torch.empty(size, dtype=torch.float32, device=device)
-    most_rows = plan.most_queries * heads
+        plan.scores[size] = torch.full((size,), NO_SCORE.value, dtype=torch.int32, device=device)
     launch = tiles_for(device).select_decode(index_cache.element_size())
-    rows = min(_MOST_ROWS.value, triton.next_power_of_2(most_rows))
-    compared = min(MOST_COMPARED, MOST_SCORES // rows, triton.next_power_of_2(width))
-    group = triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value))
     _select_decode_kernel[(plan.splits.programs,)](
         index_q, index_cache, tables, plan.queries, plan.splits.sequences, plan.splits.work,
         plan.scores[size], plan.arrivals, ids, pages, None if plan.own is None else plan.own.blocks,
-        tables.shape[1], tables.stride(0), width, ROWS=rows, COMPARED=compared,
-        GROUP=group if width > compared else 0,
-        C=selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
-        **launch.options, **launch_options(device),
+        tables.shape[1], tables.stride(0), stride, width, ROWS=rows, ENTRIES=entries, GROUP=group,
+        C=constants, **launch.options, **launch_options(device, maxnreg=launch.maxnreg),
     )  # fmt: skip

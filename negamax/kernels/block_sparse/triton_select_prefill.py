@@ -24,6 +24,7 @@ from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.attention.triton_prefill import list_query_tiles
+from negamax.kernels.attention.triton_shared import multiplies_fp8_keys
 from negamax.kernels.block_sparse.selection import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_selection import (
@@ -223,7 +224,14 @@ def select_prefill(
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:
         return
-    constants = selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=plan.block_m)
+    constants = selection_constants(
+        shape,
+        dim,
+        index_q.dtype,
+        index_cache.dtype,
+        rows=plan.block_m,
+        fp8_keys=multiplies_fp8_keys(index_q, index_cache),
+    )
     keys = None
     if splits > 1:
         of_row = splits * constants.TOPK_POW2

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from negamax.kernels.attention.triton_shared import dot_dtype
+from negamax.kernels.attention.triton_shared import dot_dtype, multiply_keys, split_queries
 from negamax.kernels.block_sparse.selection import SparseShape
 
 NO_SCORE = tl.constexpr(-0x80000000)  # score of blocks that must not be selected (`order_scores`)
@@ -34,11 +34,18 @@ class SelectionConstants(NamedTuple):
     BLOCK_M: int  # number of index queries (token, head) per tile
     BLOCK_D: int  # DIM, padded to a power of two
     DOT: tl.dtype  # dtype of the operands of tl.dot
+    FP8_KEYS: bool  # as `AttentionConstants.FP8_KEYS`
     RANKS: int  # number of shards of the index keys; each rank holds one shard
 
 
 def selection_constants(
-    shape: SparseShape, dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, rows: int
+    shape: SparseShape,
+    dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    *,
+    rows: int,
+    fp8_keys: bool = False,
 ) -> SelectionConstants:
     """Return the constants for index heads of dimension `dim` and tiles of `rows` index queries."""
     return SelectionConstants(
@@ -53,6 +60,7 @@ def selection_constants(
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_D=triton.next_power_of_2(max(16, dim)),
         DOT=dot_dtype(dtype, cache_dtype),
+        FP8_KEYS=fp8_keys,
         RANKS=shape.shard.ranks,
     )
 
@@ -99,11 +107,11 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     mask = is_there[:, None] & (column < C.TOPK)
-    _store_blocks(block, column, row, head, table, mask, ids, pages, C)
+    store_blocks(block, column, row, head, table, mask, ids, pages, C)
 
 
 @triton.jit
-def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
+def store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
     """Store blocks [rows, n] at index `place` in the selections of `row` if `mask` is true."""
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
@@ -128,7 +136,8 @@ def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
     row, column = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_D)
     at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
     mask = is_row[:, None] & (column < C.DIM)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(C.DOT)
+    operands, _ = split_queries(tl.load(at, mask=mask, other=0.0), C)
+    return operands
 
 
 @triton.jit
@@ -149,7 +158,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)
-    return tl.dot(q, tl.trans(k.to(C.DOT))), cache_block, next_number
+    return multiply_keys(q, k, C), cache_block, next_number
 
 
 @triton.jit
@@ -171,47 +180,34 @@ def find_highest(order, TOPK: tl.constexpr):
     """Return whether each entry of `order` [rows, N] int32 is among the TOPK highest of its row.
     NO_SCORE is never selected. Among equal entries the first entries are selected.
 
-    The search finds the TOPK-th value two bits at a time. An unrolled sort would need thousands of
-    instructions.
+    The search finds the TOPK-th value two bits at a time, and ends when no row has more than TOPK
+    entries from this value on. An unrolled sort would need thousands of instructions.
     """
+    # one sum adds three counts, which have BITS bits each
+    BITS: tl.constexpr = 10 if order.shape[1] < 1024 else 20
+    COUNTS: tl.constexpr = tl.int32 if BITS == 10 else tl.int64
+    MASK: tl.constexpr = (1 << BITS) - 1
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
-    for i in range(16):
+    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # number of entries from `least` on
+    i = 0
+    while (tl.max(count, axis=0) > TOPK) & (i < 16):
         bit = tl.full([1], 1 << 30, tl.int32) >> (2 * i)
         first, second = least ^ bit, least ^ (bit << 1)
         third = second ^ bit
-        counts = (order >= first[:, None]).to(tl.int64)
-        counts += (order >= second[:, None]).to(tl.int64) << 20
-        counts += (order >= third[:, None]).to(tl.int64) << 40
+        counts = (order >= first[:, None]).to(COUNTS)
+        counts += (order >= second[:, None]).to(COUNTS) << BITS
+        counts += (order >= third[:, None]).to(COUNTS) << (2 * BITS)
         counts = tl.sum(counts, axis=1)
-        least = tl.where((counts & 0xFFFFF) >= TOPK, first, least)
-        least = tl.where(((counts >> 20) & 0xFFFFF) >= TOPK, second, least)
-        least = tl.where((counts >> 40) >= TOPK, third, least)
+        for j in tl.static_range(3):
+            found = (counts >> (j * BITS)) & MASK
+            value = (first, second, third)[j]
+            least = tl.where(found >= TOPK, value, least)
+            count = tl.where(found >= TOPK, found, count)
+        i += 1
     higher = order > least[:, None]
     equal = (order == least[:, None]) & (order != NO_SCORE)
     left = TOPK - tl.sum(higher.to(tl.int32), axis=1)
     return higher | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= left[:, None]))
-
-
-@triton.jit
-def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Select and store blocks for the index queries `row` [rows]. `order` is a result of
-    `order_scores`; `block` [rows, N] are ascending block numbers; other arguments are those of
-    `store_selection`. For a shard store the sort keys to `ids` [T, HEADS, TOPK] int64.
-    """
-    chosen = find_highest(order, C.TOPK)
-    place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    mask = chosen & is_there[:, None]
-    column = tl.arange(0, C.TOPK_POW2)[None, :]
-    num_chosen = tl.sum(chosen.to(tl.int32), axis=1)
-    rest = is_there[:, None] & (column >= num_chosen[:, None]) & (column < C.TOPK)
-    if C.RANKS == 1:
-        _store_blocks(block, place, row, head, table, mask, ids, pages, C)
-        none = tl.full([order.shape[0], C.TOPK_POW2], NO_BLOCK, tl.int32)
-        _store_blocks(none, column, row, head, table, rest, ids, pages, C)
-    else:
-        first = row.to(tl.int64)[:, None] * C.TOPK
-        tl.store(ids + first + place, make_key(order, block), mask=mask)
-        tl.store(ids + first + column, NO_KEY, mask=rest)
 
 
 @triton.jit
@@ -220,6 +216,4 @@ def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.con
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     is_seen = column <= find_last_block(position, C.BLOCK)[:, None]
     mask = is_there[:, None] & (column < C.TOPK)
-    _store_blocks(
-        tl.where(is_seen, column, NO_BLOCK), column, row, head, table, mask, ids, pages, C
-    )
+    store_blocks(tl.where(is_seen, column, NO_BLOCK), column, row, head, table, mask, ids, pages, C)
