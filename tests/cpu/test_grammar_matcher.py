@@ -481,7 +481,7 @@ VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
 
 
 @pytest.mark.parametrize("style", ["m2", "m3"])
-@pytest.mark.parametrize("count", [15, full(200)])
+@pytest.mark.parametrize("count", [5, full(200)])
 def test_rendered_calls_are_accepted_and_read_back(style: str, count: int) -> None:
     @settings(max_examples=count, deadline=None, phases=[Phase.generate])
     @given(data=st.data())

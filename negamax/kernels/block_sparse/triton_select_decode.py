@@ -231,8 +231,7 @@ def _choose(
     """Select blocks for all index queries of `queries`, ROWS at a time.
 
     Among more than ENTRIES blocks, the first level selects groups and the second level selects
-    blocks of these groups. The code is short: caches seldom hold the code that only the last
-    program of a sequence runs.
+    blocks of these groups.
     """
     entry, column = tl.arange(0, ENTRIES)[None, :], tl.arange(0, C.TOPK_POW2)[None, :]
     num_rows = queries.count * C.HEADS
