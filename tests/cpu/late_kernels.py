@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "M2, short window": {**M2, "tensor_parallel_size": 8, "max_model_len": 3000},
     "M3": {**M3, "tensor_parallel_size": 8, "max_cudagraph_capture_size": 8},
+    "M3, eager": {**M3, "tensor_parallel_size": 4, "enforce_eager": True},
     "M3, drafts": {
         **M3, **SMALL, "tensor_parallel_size": 2, "quantization": "fp8",
         "speculative_config": {**M3_DRAFT, "num_speculative_tokens": 2},

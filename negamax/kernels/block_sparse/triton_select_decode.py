@@ -169,7 +169,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
         _plan_queries_kernel[(1,)](
             metadata.seq_lens, metadata.block_table_indices, metadata.query_starts, queries, scored,
             arrivals, num_seqs, DENSE_TOKENS=shape.dense_tokens, MERGE=merge,
-            SEQS_POW2=triton.next_power_of_2(num_seqs), num_warps=4,
+            SEQS_POW2=max(128, triton.next_power_of_2(num_seqs)), num_warps=4,
         )  # fmt: skip
     own = None
     if shape.shard.ranks > 1:
