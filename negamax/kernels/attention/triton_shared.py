@@ -112,9 +112,7 @@ def split_queries(q, C: tl.constexpr):
         high = x.to(tl.float8e4nv)
         low = (x - high.to(tl.float32)).to(tl.float8e4nv)
         if INTERPRETED:
-            return (high.to(C.DOT), low.to(C.DOT)), ((exponent - 7) << 23).to(
-                tl.float32, bitcast=True
-            )
+            high, low = high.to(C.DOT), low.to(C.DOT)
         return (high, low), ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     else:
         return (q.to(C.DOT), q.to(C.DOT)), tl.full([q.shape[0]], 1.0, tl.float32)
