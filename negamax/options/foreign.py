@@ -103,6 +103,10 @@ def _rename(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     return Translation(((entry.argument, str(value)),))
 
 
+def _override(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    return Translation(over=((entry.argument, str(value)),))
+
+
 def _switch(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     """Set a Negamax option if the foreign switch is set or has the value `disabled`.
 
@@ -324,6 +328,7 @@ def _number(text: object) -> int | None:
 _RULES: Mapping[str, Rule] = {
     rule.__name__.removeprefix("_"): rule
     for rule in (
+        _override,
         *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
         *(_host_cache, _host_cache_size, _host_cache_files),

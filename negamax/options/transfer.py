@@ -116,6 +116,8 @@ class KvTransferConfig:
         """
         given = {key: value for key, value in fields.items() if value is not None}
         connector, role = given.get("kv_connector", "NixlConnector"), given.get("kv_role", BOTH)
+        if (connector, role) == ("lmcache_offload", "offload"):  # ATOM's names
+            return None
         if role not in ROLES:
             _refuse("kv_role", role, ", ".join(ROLES))
         if not isinstance(connector, str):
