@@ -51,7 +51,8 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     few = [entry for entry in kernels if names.fullmatch(entry["kernel"])]
     assert [entry for entry in few if entry["shared_memory"] > 8192] == []
     if arch == "sm_90":  # The tiles were selected for this platform.
-        assert [entry for entry in kernels if entry["spilled"] > 144] == []
+        # Programs that select blocks for four queries spill most, but only once per sequence.
+        assert [entry for entry in kernels if entry["spilled"] > 224] == []
     assert [entry for entry in kernels if entry["torn"]] == []
     refused = {entry["refused"] for entry in found if "refused" in entry}
     assert all("dequanti" in words or "FP8 KV cache" in words for words in refused)

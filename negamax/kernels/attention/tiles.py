@@ -42,8 +42,10 @@ class AttentionTiles:
         """Return how many programs with tiles of `block_m` queries fit on a multiprocessor."""
         return 128 // block_m
 
-    def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return sizes for tiles of `block_m` queries and cache elements of `cache_bytes` bytes."""
+    def prefill_launch(self, block_m: int, cache_bytes: int, *, is_shard: bool) -> Launch:
+        """Return sizes for tiles of `block_m` queries and cache elements of `cache_bytes` bytes, of
+        all blocks or of a rank's shard.
+        """
         return Launch(block_n=32, num_warps=4, num_stages=2)
 
 
@@ -58,11 +60,13 @@ class H200AttentionTiles(AttentionTiles):
     def prefill_block_m(self, longest: int, num_tokens: int) -> int:
         return 64 if longest <= _SHORT or num_tokens <= _FEW else 128
 
-    def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
+    def prefill_launch(self, block_m: int, cache_bytes: int, *, is_shard: bool) -> Launch:
         if block_m == 64:
             return Launch(block_n=32 if cache_bytes > 1 else 64, num_warps=4, num_stages=3)
-        # With FP8 caches two programs of 4 warps fit on a multiprocessor.
-        return Launch(block_n=64, num_warps=8 if cache_bytes > 1 else 4, num_stages=3)
+        # With FP8 caches two programs of 4 warps fit on a multiprocessor. Programs for shards need
+        # more registers.
+        num_warps = 8 if cache_bytes > 1 or is_shard else 4
+        return Launch(block_n=64, num_warps=num_warps, num_stages=3)
 
 
 def tiles_for(device: torch.device) -> AttentionTiles:

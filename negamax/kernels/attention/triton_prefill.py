@@ -345,7 +345,9 @@ def launch_prefill(
         return
     _, heads, head_dim = q.shape
     tables, held = plan.queries.block_tables, plan.held
-    launch = tiles_for(q.device).prefill_launch(plan.block_m, cache.k.element_size())
+    launch = tiles_for(q.device).prefill_launch(
+        plan.block_m, cache.k.element_size(), is_shard=held is not None
+    )
     constants = attention_constants(
         q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n,
         SPLIT_KV=plan.split is not None,

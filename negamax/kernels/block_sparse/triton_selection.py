@@ -34,8 +34,8 @@ class SelectionConstants(NamedTuple):
     BLOCK_M: int  # number of index queries (token, head) per tile
     BLOCK_D: int  # DIM, padded to a power of two
     DOT: tl.dtype  # dtype of the operands of tl.dot
-    FP8_KEYS: bool  # as `AttentionConstants.FP8_KEYS`
     RANKS: int  # number of shards of the index keys; each rank holds one shard
+    FP8_KEYS: bool = False  # as `AttentionConstants.FP8_KEYS`
 
 
 def selection_constants(
