@@ -155,7 +155,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     if rules.get("never") in names:
         raise CheckFailure(f"the answer calls {rules['never']!r}, which is not declared")
     if len(names) > rules.get("most_calls", len(names)):
-        raise CheckFailure(f"{len(names)} calls in one answer")
+        raise CheckFailure(f"the answer has {len(names)} calls; allowed: {rules['most_calls']}")
     if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:
         raise CheckFailure(f"arguments are {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
 

@@ -195,7 +195,7 @@ def check_call_choice(
 ) -> CallChoice:
     """Check a tool choice. `mode` is auto, none, required or function. "function" needs a `name`.
 
-    `allowed` maps the names of the tools that may be called to the paths of these names.
+    `allowed` maps the name of each tool that may be called to the place of the name in the request.
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():

@@ -494,7 +494,7 @@ def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """Create the expert balancer; return None if no option counts or moves experts."""
+    """Create the expert balancer. Return None if options neither record loads nor move experts."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None

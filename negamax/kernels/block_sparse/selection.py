@@ -110,9 +110,10 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 
 
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Select the `ids` of a `BlockSelection` by sort keys [T, kv_heads, n] from `best_keys`.
+    """Return the `ids` of a `BlockSelection`: the blocks of the highest sort keys.
 
-    Sort keys of a token are ignored if the token attends to all blocks up to `positions` [T].
+    `keys` [T, kv_heads, n] are results of `best_keys`. Sort keys of a token are ignored if the
+    token attends to all blocks up to `positions` [T].
     """
     best = keys.topk(shape.topk_blocks, dim=-1).values
     blocks = (NO_BLOCK - (best & NO_BLOCK)).sort(dim=-1).values
