@@ -221,7 +221,7 @@ def test_short_gaps_raise_no_alarm(network: DistantMachines, agent: Agent, ways:
 
 @pytest.mark.full
 def test_lost_packets_raise_no_alarm(network: DistantMachines, agent: Agent) -> None:
-    network.set_links(**FAR | {"loss": 0.15})  # The first message may be lost, too.
+    network.set_links(**FAR | {"loss": 0.1})  # The first message may be lost, too.
     with Group(network).running() as group:
         time.sleep(60.0)
         assert group.death() is None
