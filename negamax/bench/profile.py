@@ -32,6 +32,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention of a draft's block", ("_attend_block", "_merge_block")),
     ("both ends of a step", ("_locate_kernel", "_place_kernel", "_embed_kernel", "_store_kernel")),
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
+    ("rope of the vision tower", ("_rope_kernel",)),
     ("attention", ("_decode", "_prefill", "_merge_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode", "_split_tiles")),
     ("attention of shared caches", ("_own_selection", "_merge_partials")),
