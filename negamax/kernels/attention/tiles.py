@@ -39,7 +39,7 @@ class AttentionTiles:
         return 64
 
     def prefill_programs(self, block_m: int) -> int:
-        """Return how many programs with tiles of `block_m` queries fit on a multiprocessor."""
+        """Return how many programs per multiprocessor share the keys of few tiles."""
         return 128 // block_m
 
     def prefill_launch(self, block_m: int, cache_bytes: int, *, is_shard: bool) -> Launch:
