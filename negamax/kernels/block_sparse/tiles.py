@@ -1,5 +1,7 @@
-"""Sizes of the block-sparse attention kernels by architecture. The sizes in `H200SelectionTiles`
-were measured; all other sizes are estimates. No size is tuned at run time.
+"""Sizes of the block-sparse attention kernels by architecture. No size is tuned at run time.
+
+The sizes in `H200SelectionTiles` were measured, except for decodes with index keys in bf16. All
+other sizes are estimates.
 """
 
 import torch
