@@ -38,6 +38,7 @@ from tests.layouts import full
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGE = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
+LOG = (RESULTS.parent / "log" / "2026-11-28-h200-fp8.md").read_text(encoding="utf-8")
 M2, M3 = bundled_spec("minimax-m2"), bundled_spec("minimax-m3-mxfp8")
 SPECS = {
     "m2": M2,
@@ -207,7 +208,7 @@ def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, fl
 
 
 def test_page_compares_predictions_with_measurements() -> None:
-    """Compare with docs/parallelism.md: time per token within 5 %, prompts within 15 %."""
+    """Compare with the log page: time per token within 5 %, prompts within 15 %."""
     expected = []
     for name, label in RUNS.items():
         found = recorded(f"h200_{name}")
@@ -219,7 +220,7 @@ def test_page_compares_predictions_with_measurements() -> None:
             assert prompts == pytest.approx(rate, rel=0.15)
             times = f"{measured:.2f} | {milliseconds:.2f} | {rate:,.0f} | {prompts:,.0f}"
             expected.append(f"| {label} | {run['concurrency']} | {times} |")
-    text = PAGE.partition("### What is calculated")[2].partition("\n## ")[0]
+    text = LOG.partition("## Predictions of `negamax plan`")[2]
     rows = [line for line in text.splitlines() if re.match(r"\| \d[^|]*\| \d+ \| \d", line)]
     assert rows == expected
 
@@ -576,7 +577,7 @@ def test_page_predicts_context_parallel_prompts() -> None:
 def test_page_predicts_unmeasured_splits() -> None:
     loads = [Workload(count) for count in (1, 16, 64, 100, 256, 512)]
     plan = make_plan(M2, Hardware(MEASURED, 4), loads)
-    rows = re.findall(r"^\| ([A-Z]+\d[A-Z0-9 ]*) \| ([\d,]+) \|(.+)\|$", PAGE, re.M)
+    rows = re.findall(r"^\| ([A-Z]+\d[A-Z0-9 ]*) \| ([\d,]+) \|(.+)\|$", LOG, re.M)
     names = ["TP4", "TP4 EP4", "DP2 TP2 EP4", "DP4 EP4", "PP2 TP2", "PP4"]
     assert [name for name, *_ in rows] == names
     for name, prompts, cells in rows:
