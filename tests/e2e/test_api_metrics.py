@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from negamax.api import measurements, metrics
 from tests.e2e.api_support import (
     COMPLETIONS,
     FUNCTION,
@@ -59,6 +60,11 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
         for sample in family.samples:
             found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
     return found
+
+
+def test_the_table_has_the_help_texts_of_the_metrics_in_the_code() -> None:
+    source = Path(metrics.__file__).read_text(encoding="utf-8")
+    assert set(METRIC.findall(source)) == measurements.METRICS["texts"].keys()
 
 
 def value(text: str, name: str, **labels: str) -> float:
