@@ -95,6 +95,8 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         load = _Load(options, server, progress)
         await _warm_up(load, workload.warmups)
         before = await _drafts(server.client)
+        if options.profile and (refusal := await _profile(server.client, "start")):
+            raise NegamaxError(f"--profile: {refusal}")
         gc.collect()
         gc.freeze()  # exclude the workload from garbage collection
         progress.stage, progress.started = "running", time.perf_counter()
@@ -105,19 +107,34 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
             interrupted = True
         finally:
             gc.unfreeze()
+        notes = workload.notes
+        if options.profile and (refusal := await _profile(server.client, "stop")):
+            notes += (refusal,)
         drafts = (await _drafts(server.client)).subtract(before)
     records = tuple(load.records)
     begin = min((record.started for record in records if record.started), default=0.0)
     seconds = max(max((record.ended for record in records), default=0.0) - begin, 1e-9)
-    return Measurement(
-        server.model, records, seconds, workload.notes, interrupted, drafts, server.shape
-    )
+    return Measurement(server.model, records, seconds, notes, interrupted, drafts, server.shape)
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
     """Read the counts of draft tokens, which are 0 if the server has no /metrics."""
     text = await _ask(client, "/metrics")
     return DraftCounts.of_metrics(text if isinstance(text, str) else "")
+
+
+async def _profile(client: ServingClient, action: str) -> str | None:
+    """Start or stop a profile of the server. Return the reason of a failure, or None."""
+    path = f"/{action}_profile"
+    try:
+        status, answer = await client.ask("POST", path)
+    except ExchangeError as error:
+        return f"{path} failed: {error}"
+    if status == 200:
+        return None
+    detail = answer.get("error", answer) if isinstance(answer, dict) else answer
+    detail = detail.get("message", detail) if isinstance(detail, dict) else detail
+    return f"{path} failed with status {status}: {str(detail)[:200]}"
 
 
 async def _ask(client: ServingClient, path: str) -> Any:

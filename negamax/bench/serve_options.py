@@ -99,6 +99,9 @@ class BenchOptions:
         "bursts.",
         above=0,
     )
+    profile: bool = option(
+        False, "Record a trace of the timed requests with the server's /start_profile."
+    )
     num_warmups: int = option(
         1, "Send this many warm-up requests before timing.", also="--warmup-requests", least=0
     )

@@ -235,6 +235,15 @@ class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
     action: RecordAction
 
 
+class RecordTrace(msgspec.Struct, frozen=True, tag="record_trace"):
+    """Asks the engine to start a trace of steps, or to write the trace. Answer: `ExpertRecord`."""
+
+    server: int
+    number: int
+    path: str | None  # Path of the trace's files, without the rank; None: write the trace.
+    num_steps: int = 0  # The engine writes the trace after this many steps.
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
@@ -260,6 +269,8 @@ class ExpertDump(msgspec.Struct, frozen=True):
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
+    """The answer to a `RecordExperts` or a `RecordTrace` with the same number."""
+
     number: int
     dump: ExpertDump | None = None
     problem: str | None = None  # Reason why the command failed.
@@ -282,7 +293,8 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     exit_code: int
 
 
-ToEngine = AddRequest | AbortRequests | AbortServer | ResetPrefixCache | RecordExperts | Shutdown
+Record = RecordExperts | RecordTrace
+ToEngine = AddRequest | AbortRequests | AbortServer | ResetPrefixCache | Record | Shutdown
 FromEngine = EngineReady | StepOutputs | ExpertRecord | Heartbeat | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()

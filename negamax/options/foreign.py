@@ -144,6 +144,13 @@ def _attention(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
     return Translation((("--index-cache-dtype", str(dtype)),))
 
 
+def _profiler(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    folder = value.get("torch_profiler_dir") if isinstance(value, dict) else None
+    if not folder:
+        return Translation(note=entry.reason)
+    return Translation((("--profile-dir", str(folder)),))
+
+
 def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
     """Split the ranks of SGLang's --tensor-parallel-size by the groups of attention options."""
     others = _CONTEXT_SIZES
@@ -329,7 +336,7 @@ _RULES: Mapping[str, Rule] = {
     rule.__name__.removeprefix("_"): rule
     for rule in (
         _override,
-        *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
+        *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups, _profiler),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
         *(_host_cache, _host_cache_size, _host_cache_files),
         *(_speculation, _eplb, _disaggregation, _tokenizer, _overrides),

@@ -186,6 +186,12 @@ class ServerOptions:
         None, "Send a trace span per request to this OpenTelemetry collector over HTTP."
     )
 
+    profile_dir: str | None = option(
+        None,
+        "Let /start_profile and /stop_profile write traces of the steps to this folder (default: "
+        "refuse these routes).",
+    )
+
     def body_bytes(self, *, has_images: bool) -> int:
         """Return the size limit of a request body. `has_images`: the model reads images."""
         return self.max_body_bytes or (64 if has_images else 32) * 2**20

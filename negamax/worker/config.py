@@ -206,7 +206,7 @@ DISTINCT_EXPERTS = "distinct_experts"
 EXPERT_COUNTS = "expert_counts"
 # argument: number of rows; result: mean device time of captured steps launched back to back
 DECODE_SECONDS = "decode_seconds"
-# result of STOP_PROFILE: calls and time of each kernel that ran since START_PROFILE
+# result of STOP_PROFILE: calls and time of each kernel that ran since START_PROFILE, or a trace
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
@@ -215,6 +215,7 @@ class DebugCommand(msgspec.Struct, frozen=True):
 
     name: str
     argument: int = 0
+    path: str = ""  # START_PROFILE: path of a trace without rank and suffix, or empty: no trace
 
 
 class KernelTime(msgspec.Struct, frozen=True):

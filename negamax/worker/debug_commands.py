@@ -1,9 +1,11 @@
 """Run a benchmark's commands between steps: measure expert load, step times and kernel times."""
 
 from itertools import repeat
+from pathlib import Path
 
 import torch
 
+from negamax.base.log import get_logger
 from negamax.layers.moe import mixtures
 from negamax.worker.config import (
     DECODE_SECONDS,
@@ -19,6 +21,8 @@ from negamax.worker.config import (
 from negamax.worker.runner import ModelRunner
 from negamax.worker.step_output import expert_bytes
 
+logger = get_logger(__name__)
+
 REPLAYS = 20
 
 
@@ -30,6 +34,8 @@ class DebugCommands:
         # expert ids selected in each MoE layer, [max_tokens, top_k] int32; None: not recorded
         self._routing: list[torch.Tensor] | None = None
         self._profiler: torch.profiler.profile | None = None
+        self._trace = ""  # path of the trace that STOP_PROFILE writes; empty: no trace
+        self._rank = runner.config.layout.rank
 
     @property
     def needs_eager(self) -> bool:
@@ -63,14 +69,20 @@ class DebugCommands:
             return DebugResult(number=seconds)
         if command.name == START_PROFILE:
             _synchronize()
+            self._trace = command.path and f"{command.path}-rank{self._rank}.json.gz"
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
-                activities = [torch.profiler.ProfilerActivity.CUDA]
+                # without a trace, only times of kernels are needed
+                activities = [*activities * bool(self._trace), torch.profiler.ProfilerActivity.CUDA]
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
         if command.name == STOP_PROFILE and self._profiler is not None:
             _synchronize()
             self._profiler.stop()
+            if self._trace:
+                self._write_trace(self._profiler)
+                self._profiler = None
+                return DebugResult()
             on_gpu = torch.cuda.is_available()
             kernels = [
                 KernelTime(
@@ -83,6 +95,16 @@ class DebugCommands:
             self._profiler = None
             return DebugResult(kernels=[kernel for kernel in kernels if kernel.microseconds > 0])
         return DebugResult()
+
+    def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        """Write the trace in Chrome's format. Log an error if the file cannot be written."""
+        try:
+            Path(self._trace).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(self._trace)
+        except OSError as error:
+            logger.error("the profile cannot be written: %s", error)
+        else:
+            logger.info("a profile was written to %s", self._trace)
 
 
 def _synchronize() -> None:

@@ -60,6 +60,7 @@ def test_operations_on_all_need_the_admin_key(keyed: Server) -> None:
         one = begin(anna)
         next(one)
         recording = [f"/{name}_expert_distribution_record" for name in ("start", "stop", "dump")]
+        recording += ["/start_profile", "/stop_profile"]
         for path in ("/abort_request", "/flush_cache", *recording):
             body = {"abort_all": True} if path == "/abort_request" else {}
             error_of(anna.post(path, json=body), 403, code="admin_key_needed")

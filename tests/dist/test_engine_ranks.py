@@ -76,6 +76,14 @@ def test_embedded_model_gives_the_same_text_on_two_ranks(
     assert capfd.readouterr().err == ""  # No step was repeated row by row.
 
 
+def test_each_rank_writes_a_trace(two_ranks: tuple[LLM, Path]) -> None:
+    ranks, folder = two_ranks
+    ranks._loop.record_trace(str(folder / "traces" / "now"), num_steps=3)
+    ranks.generate("Hello", SamplingParams(max_tokens=8))
+    found = sorted(path.name for path in (folder / "traces").iterdir())
+    assert found == ["now-rank0.json.gz", "now-rank1.json.gz"]
+
+
 def test_failed_first_rank_ends_and_is_reported(two_ranks: tuple[LLM, Path]) -> None:
     """Check that the result thread ends with a failed rank. This test ends these ranks."""
     ranks = two_ranks[0]._loop.executor

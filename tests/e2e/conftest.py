@@ -210,7 +210,7 @@ def server(
     """Run the shared server of the embedded model, or of the model that the parameter names."""
     model = getattr(request, "param", None) or MODEL
     log_file = tmp_path_factory.mktemp("server") / "log"
-    options = ("--served-model-name", MODEL)
+    options = ("--served-model-name", MODEL, "--profile-dir", str(log_file.parent / "traces"))
     with serving(*options, model=model, log_file=log_file) as running:
         yield running
         # No test may cause an internal error of the shared server.

@@ -1,3 +1,4 @@
+import gzip
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,7 @@ from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
 from negamax.text.tokenizer import Tokenizer
 from tests.e2e.bench_command import Bench
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, serving
 
 HAS_MATPLOTLIB = find_spec("matplotlib") is not None
 
@@ -74,6 +75,29 @@ def test_sweep_runs_every_concurrency_and_compares(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["ours", "1"], ["2", "4"]]
     assert bench.out.splitlines()[-len(lines) - bool(drawn) :][: len(lines)] == lines
+
+
+def test_traces_hold_the_steps_of_the_run(server: Server, bench: Bench) -> None:
+    line = "--num-prompts 1 --num-warmups 0 --input-len 8 --output-len 12 --ignore-eos --profile"
+    bench.measure(server.url, line)
+    (trace,) = (server.log_file.parent / "traces").glob("*-replica0-rank0.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event["name"] == "mkldnn::_linear_pointwise" for event in events) >= 12 * 31
+
+
+def test_a_profile_ends_after_its_steps(bench: Bench, tmp_path: Path) -> None:
+    folder = ("--profile-dir", str(tmp_path / "traces"))
+    with serving(*folder, rate=1000, log_file=tmp_path / "log") as server, server.http() as http:
+        assert http.post("/start_profile", json={"num_steps": 0}).status_code == 400
+        http.post("/start_profile", json={"num_steps": 5, "activities": ["CPU"]})
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+        assert "no profile is running" in http.post("/stop_profile").text
+        assert http.post("/start_profile").text.startswith(f"Start profiling. Files: {folder[1]}/")
+        line = "--num-prompts 1 --num-warmups 0 --input-len 8 --output-len 4 --prompt-format text"
+        assert bench(server.url, f"{line} --profile") == {}
+        assert bench.code == 1 and "a profile is already running" in bench.err
+        assert http.post("/stop_profile").status_code == 200
+        assert bench.measure(server.url, f"{line} --profile")["completed"] == 1
 
 
 def test_same_seed_sends_the_same_prompts_again(server: Server, bench: Bench) -> None:

@@ -35,6 +35,7 @@ def test_a_record_holds_what_ran_between_start_and_stop(tmp_path: Path) -> None:
     options = ("--expert-distribution-recorder-mode", "stat", "--device", "cpu")
     with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
         assert NO_RECORD in error_of(ask(http, "dump"), 400)["message"]
+        assert "--profile-dir" in error_of(http.post("/start_profile"), 400)["message"]
         generate(http, 1)
         assert ask(http, "start").text == "Start recording expert distribution.\n"
         answers = generate(http, 2)

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -288,8 +289,25 @@ class AsyncEngine:
     async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
         """Start, stop or dump a recording of expert counts. Raises `InvalidRequestError`."""
         self.check_alive()
-        asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
-        return [dump for dump in await asyncio.gather(*asked) if dump is not None]
+
+        def make(number: int) -> wire.Record:
+            return wire.RecordExperts(self._index, number, action)
+
+        dumps = await asyncio.gather(*(replica.record(make) for replica in self.replicas))
+        return [dump for dump in dumps if dump is not None]
+
+    async def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
+        """Let each rank of each replica trace its next steps into a file whose name starts with
+        `path`, or write the started trace (None). Raises `InvalidRequestError`.
+        """
+        self.check_alive()
+
+        def make(replica: int, number: int) -> wire.Record:
+            own = path and f"{path}-replica{replica}"
+            return wire.RecordTrace(self._index, number, own, num_steps)
+
+        asked = (replica.record(partial(make, replica.index)) for replica in self.replicas)
+        await asyncio.gather(*asked)
 
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         self.replicas[replica].on_engine_ready(channel, info)

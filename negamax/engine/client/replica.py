@@ -36,7 +36,7 @@ class Replica:
         self._death = "the engine is not running"
         self._next_ready = 0.0  # Monotonic second when the next engine should be ready.
         self.has_failed = False
-        # Futures of `RecordExperts` commands without an answer, by number of the command.
+        # Futures of `Record` commands without an answer, by number of the command.
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
 
@@ -112,21 +112,23 @@ class Replica:
             if sequence.request_id in self.open
         ]
 
-    async def record_experts(
-        self, action: wire.RecordAction, *, server: int
-    ) -> wire.ExpertDump | None:
+    async def record(self, make: Callable[[int], wire.Record]) -> wire.ExpertDump | None:
+        """Send a command, which `make` returns for a number, and return the answer's dump.
+
+        Raises `InvalidRequestError` with the engine's reason for a refusal.
+        """
         if not self.alive:
             raise self.unavailable()
         self._num_records += 1
         number = self._num_records
         answer = self._records[number] = asyncio.get_running_loop().create_future()
-        self.send(wire.RecordExperts(server, number, action))
+        self.send(make(number))
         try:
             record: wire.ExpertRecord = await answer
         finally:
             self._records.pop(number, None)
         if record.problem is not None:
-            raise InvalidRequestError(record.problem, code="no_expert_record")
+            raise InvalidRequestError(record.problem, code="no_record")
         return record.dump
 
     def send(self, *messages: wire.ToEngine) -> None:

@@ -26,7 +26,13 @@ from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate, StepPlan
-from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
+from negamax.worker.config import (
+    EXPERT_COUNTS,
+    START_PROFILE,
+    STOP_PROFILE,
+    DebugCommand,
+    DebugResult,
+)
 
 logger = get_logger(__name__)
 
@@ -83,6 +89,7 @@ class EngineLoop:
         self._committed_at = 0.0  # Monotonic second when the latest step or command ended.
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
+        self._traced_steps: int | None = None  # Steps until a trace ends; None without a trace.
 
     @property
     def has_work(self) -> bool:
@@ -172,6 +179,10 @@ class EngineLoop:
         if launched is None:
             self._publish_cache()
         self._in_flight.append(launched)
+        if plans is not None and self._traced_steps is not None:
+            self._traced_steps -= 1
+            if self._traced_steps <= 0:
+                self.record_trace(None)
         if self._transfers is not None:
             self._transfers.take_updates(updates)
         return updates
@@ -258,10 +269,27 @@ class EngineLoop:
         assert counts is not None
         return self._experts.record(action, counts)
 
-    def run_debug_command(self, name: str, argument: int = 0) -> list[DebugResult]:
+    def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
+        """Start a trace of at most `num_steps` steps. If `path` is None, write the started trace.
+
+        Raises `InvalidRequestError` if a trace is already started, or if none is started.
+        """
+        if (path is None) == (self._traced_steps is None):
+            raise InvalidRequestError(
+                "no profile is running; it may have ended after its last step"
+                if path is None
+                else "a profile is already running; end it with /stop_profile",
+                code="profile",
+            )
+        self._traced_steps = None if path is None else num_steps
+        self.run_debug_command(STOP_PROFILE if path is None else START_PROFILE, path=path or "")
+
+    def run_debug_command(
+        self, name: str, argument: int = 0, *, path: str = ""
+    ) -> list[DebugResult]:
         """Run a command on all ranks after the steps launched so far; return results by rank."""
         try:
-            return self.executor.run_debug_command(DebugCommand(name, argument))
+            return self.executor.run_debug_command(DebugCommand(name, argument, path))
         finally:
             self._committed_at = time.monotonic()  # The next step's time excludes the command.
 

@@ -186,7 +186,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
                 )
             elif isinstance(message, wire.ResetPrefixCache):
                 loop.reset_prefix_cache()
-            elif isinstance(message, wire.RecordExperts):
+            elif isinstance(message, wire.Record):
                 outbox.answer(message.server, _record(loop, message))
             else:
                 return
@@ -196,9 +196,12 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
             outbox.send(outbox.frames(loop.report(updates)))
 
 
-def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
+def _record(loop: EngineLoop, message: wire.Record) -> wire.ExpertRecord:
     try:
-        return wire.ExpertRecord(message.number, loop.record_experts(message.action))
+        if isinstance(message, wire.RecordExperts):
+            return wire.ExpertRecord(message.number, loop.record_experts(message.action))
+        loop.record_trace(message.path, num_steps=message.num_steps)
+        return wire.ExpertRecord(message.number)
     except InvalidRequestError as error:
         return wire.ExpertRecord(message.number, problem=str(error))
 

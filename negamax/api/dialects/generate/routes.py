@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -107,6 +108,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
         return Response("Cache flushed.\n", media_type="text/plain")
 
     _add_expert_routes(router, context)
+    _add_profile_routes(router, context)
 
     async def model_info() -> Response:
         """Describe the model."""
@@ -155,6 +157,39 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
             schema.ExpertPlaces(dump.physical_to_logical_map, dump.balancedness) for dump in dumps
         ]
         return build_json_response(schema.ExpertDistribution(counts, engines))
+
+
+def _add_profile_routes(router: APIRouter, context: ApiContext) -> None:
+    @router.post("/start_profile", openapi_extra=describe_body(schema.ProfileRequest))
+    async def start_profile(request: Request) -> Response:
+        """Start to record a trace of the steps on each rank (administrators only)."""
+        check_admin(request)
+        folder = context.options.profile_dir
+        if folder is None:
+            raise InvalidRequestError(
+                "profiles are turned off",
+                hint="start the server with --profile-dir FOLDER",
+                code="profile",
+            )
+        params = schema.ProfileRequest()
+        if request.headers.get("content-length", "0") != "0":
+            params, _ = await read_request(request, schema.ProfileRequest, context.body_limits)
+        path = Path(folder).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refusal = f"--profile-dir {folder} cannot be used: {error.strerror}"
+            raise InvalidRequestError(refusal, code="profile") from None
+        await context.engine.record_trace(str(path), num_steps=params.num_steps)
+        text = f"Start profiling. Files: {path}-*.json.gz\n"
+        return Response(text, media_type="text/plain")
+
+    @router.post("/stop_profile")
+    async def stop_profile(request: Request) -> Response:
+        """Write the traces and end the profile (administrators only)."""
+        check_admin(request)
+        await context.engine.record_trace(None)
+        return Response("Stop profiling.\n", media_type="text/plain")
 
 
 def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:

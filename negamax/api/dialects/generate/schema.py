@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
@@ -19,6 +19,7 @@ from negamax.api.schemas.structure import build_grammar
 from negamax.config.grammar import Grammar, GrammarKind
 from negamax.scheduler.request import SamplingParams
 
+MAX_PROFILED_STEPS = 10_000
 _FORMS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
@@ -139,6 +140,13 @@ class AbortRequest(RequestModel):
 
     rid: RequestId | None = None  # Id of the request to abort, or of its answer.
     abort_all: bool = False  # Abort the requests of all clients.
+
+
+class ProfileRequest(RequestModel):
+    """Starts a profile."""
+
+    # End the profile after this many steps, if it is not stopped before.
+    num_steps: Annotated[int, Field(ge=1, le=MAX_PROFILED_STEPS)] = 500
 
 
 LogprobEntry = tuple[float | None, int, str | None]
