@@ -14,8 +14,10 @@ element of a list is reported. The length of a list is checked before its elemen
 import difflib
 import functools
 import re
+import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sized
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
@@ -34,15 +36,10 @@ from negamax.base.errors import InvalidRequestError
 RequestT = TypeVar("RequestT", bound="RequestModel")
 ValueT = TypeVar("ValueT")
 
-# Field names of other systems that resemble names of Negamax but have another meaning. The systems
-# are OpenRouter, llama.cpp, TensorRT-LLM, TGI and Anthropic.
-FOREIGN_FIELDS = frozenset(
-    {
-        "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",
-        "presence_penalty_range", "prompt_id",
-        "reasoning_format", "return_tokens", "speed",
-    }
-)  # fmt: skip
+_UNREAD: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("unread_fields.toml").read_text(encoding="utf-8")
+)
+FOREIGN_FIELDS = frozenset(_UNREAD["foreign"].split())
 _MAX_CHECKED_FIELDS = 32  # At most this many unknown fields are checked for misspelling.
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
@@ -138,6 +135,13 @@ class RequestModel(BaseModel):
     # Values that unsupported fields may have in addition to false, 0, "" and [].
     neutral_values: ClassVar[Mapping[str, object]] = {}
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # field -> its other names
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Add the fields of the class's table in unread_fields.toml to those of its base class."""
+        super().__init_subclass__(**options)
+        table = _UNREAD.get(cls.__name__, {})
+        cls.ignored_fields = cls.ignored_fields.union(table.get("ignored", "").split())
+        cls.unsupported_fields = {**cls.unsupported_fields, **table.get("unsupported", {})}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

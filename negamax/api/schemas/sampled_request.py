@@ -170,31 +170,6 @@ class TurnRequest(SampledRequest):
 class GenerationRequest(SampledRequest):
     """Fields that chat and plain completions share."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user", "metadata", "store", "service_tier", "prompt_cache_key",
-            "prompt_cache_retention", "safety_identifier",
-            "prediction", "verbosity", "spaces_between_special_tokens", "add_special_tokens",
-            "vllm_xargs",
-        }
-    )  # fmt: skip
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("stop_regex", "repetition_detection"), "it is not implemented yet"
-        ),
-        "bad_words": "several sequences of tokens can spell a word; forbid single tokens with "
-                     "logit_bias",
-        "logits_processors": "the server runs no code of clients",
-        "custom_logit_processor": "the server runs no code of clients",
-        "truncate_prompt_tokens": "the server does not shorten prompts; send a shorter prompt "
-                                  "instead",
-        "lora_path": "the server has no adapters",
-        "session_params": "send the whole conversation; its prefix is cached",
-        "return_hidden_states": "the server does not return hidden states",
-        "best_of": "choices are not ranked; use n",
-        "use_beam_search": "there is no beam search; use n with a temperature",
-    }  # fmt: skip
-
     neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
     stream_options: StreamOptions = StreamOptions()  # Settings for streams.

@@ -75,22 +75,6 @@ class ThinkingParam(RequestModel):
 class ChatRequest(StructuredRequest):
     """A conversation to answer. The template renders the keys of tools in the client's order."""
 
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **StructuredRequest.unsupported_fields,
-        "functions": "send tools instead of functions",
-        "function_call": "send tool_choice instead of function_call",
-        "audio": "this model writes text only",
-        "web_search_options": "the server does not search the web",
-        "documents": "put the documents into a message",
-        "chat_template": "the template is chosen when the server starts (--chat-template)",
-        "input_ids": "this endpoint reads messages; send token ids to /v1/completions",
-        **dict.fromkeys(
-            ("thread", "conversation", "previous_response_id"),
-            "send the whole conversation; its prefix is cached",
-        ),
-        **dict.fromkeys(("system", "instructions"), "send a message with the role system"),
-    }
-
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
     messages: Messages  # At most 16,384 messages; the latest message is last.

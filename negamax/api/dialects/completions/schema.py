@@ -1,7 +1,6 @@
 """Requests and answers of /v1/completions."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -46,16 +45,6 @@ def _convert_prompts(value: object) -> list[Prompt]:
 
 class CompletionRequest(StructuredRequest):
     """Text or token ids to continue, without a chat template."""
-
-    ignored_fields: ClassVar[frozenset[str]] = StructuredRequest.ignored_fields | {
-        "parallel_tool_calls",
-        "reasoning_effort",
-    }
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **StructuredRequest.unsupported_fields,
-        "suffix": "filling in the middle is not implemented yet",
-        "messages": "this endpoint takes a prompt; use /v1/chat/completions",
-    }
 
     # A prompt is a text or a list of token ids. A list may contain up to 128 prompts.
     prompt: Annotated[

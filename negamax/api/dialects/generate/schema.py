@@ -1,8 +1,7 @@
 """Requests and answers of SGLang's native API."""
 
 import functools
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
@@ -25,13 +24,6 @@ _FORMS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_t
 
 class NativeSampling(SamplingFields):
     """The field `sampling_params`."""
-
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(
-        {"spaces_between_special_tokens", "custom_params"}
-    )
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        "stop_regex": "it is not implemented yet; use stop"
-    }
 
     # Limit of generated tokens. With 0, the server caches the prompt and returns no text.
     max_new_tokens: int = Field(default=128, ge=0)
@@ -68,21 +60,6 @@ class NativeSampling(SamplingFields):
 
 class NativeRequest(EngineRequest):
     """A request to continue one or several prompts, which are texts or lists of token ids."""
-
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(
-        {"log_metrics", "modalities", "model", "weight_version"}
-    )
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("image_data", "video_data", "audio_data", "input_embeds"),
-            "this version of Negamax reads text only",
-        ),
-        "token_ids_logprob": "it is not implemented yet; use top_logprobs_num",
-        "session_params": "send the whole text; its prefix is cached",
-        "lora_path": "the server has no adapters",
-        "return_hidden_states": "the server does not return hidden states",
-        "custom_logit_processor": "the server runs no code of clients",
-    }
 
     text: str | list[str] | None = None  # One text or up to 128 texts, instead of input_ids.
     input_ids: list[int] | list[list[int]] | None = None  # Token ids of prompts, instead of text.

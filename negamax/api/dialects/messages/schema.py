@@ -1,8 +1,7 @@
 """Define requests, answers and stream events of Anthropic's messages API."""
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -54,8 +53,6 @@ class ThinkingConfig(RequestModel):
 class OutputConfig(RequestModel):
     """The field `output_config`: the reasoning effort and the format of the answer."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
-
     # How much the model thinks; same values as reasoning_effort in chat completions.
     effort: Annotated[str, validate_one_of("output_config.effort", EFFORTS)] | None = None
     format: dict[str, Any] | None = None  # Object with `type` json_schema and a `schema`.
@@ -72,22 +69,6 @@ class ToolChoice(RequestModel):
 
 class CountRequest(TurnRequest):
     """A conversation whose tokens are counted. `MessagesRequest` adds the fields for answers."""
-
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(
-        {
-            "metadata", "service_tier", "betas", "anthropic_beta", "anthropic_version", "container",
-            "context_management",
-            "inference_geo", "speed", "diagnostics", "cache_control", "user_profile_id",
-        }
-    )  # fmt: skip
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        "mcp_servers": "the server calls no other servers; declare their tools in tools",
-        "compaction": "the server writes no summaries by itself; ask for one in a message",
-        **dict.fromkeys(
-            ("conversation", "previous_response_id"),
-            "send the whole conversation; its prefix is cached",
-        ),
-    }
 
     model: str = Field()  # Model name from /v1/models.
     messages: Messages  # At most 16,384 messages; the latest message is last.

@@ -1,9 +1,9 @@
 """Requests of the Responses API."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -82,8 +82,6 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
 class ReasoningConfig(RequestModel):
     """The field `reasoning`: the effort, and whether the answer contains a summary."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
-
     # How much the model thinks, if the template uses the effort. "none" disables thinking.
     effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
     # Any value other than "none" adds a summary that repeats the whole reasoning.
@@ -100,23 +98,6 @@ class TextConfig(RequestModel):
 class ResponsesRequest(TurnRequest):
     """A request to answer a list of items. The request may continue a stored response."""
 
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-            "prompt_cache_options", "safety_identifier",
-            "stream_options", "max_tool_calls", "truncation", "client_metadata",
-            "context_management", "moderation",
-        }
-    )  # fmt: skip
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("conversation", "thread"),
-            "the server stores responses but no conversations; use previous_response_id",
-        ),
-        "prompt": "the server has no prompt templates; send input",
-        "messages": "send input instead, or send messages to /v1/chat/completions",
-        "max_tokens": "send max_output_tokens instead",
-    }
     # A text, or at most 65,536 items of the conversation.
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
     instructions: str | None = None  # System message that replaces earlier instructions.

@@ -1,7 +1,6 @@
 """Requests and answers of /tokenize and /detokenize, with the fields of vLLM and SGLang."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import PlainValidator, WithJsonSchema
@@ -41,12 +40,6 @@ def _convert_ids(value: object) -> list[int] | list[list[int]]:
 
 class TokenizeRequest(RequestModel):
     """A request to tokenize one or several texts, or a conversation."""
-
-    # The field has no effect, because MiniMax's tokenizer adds no special tokens.
-    ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
-    unsupported_fields: ClassVar[Mapping[str, str]] = {
-        "chat_template": "the template is chosen when the server starts (--chat-template)"
-    }
 
     model: str | None = None  # Model name from /v1/models; the default is the first name.
     prompt: (
