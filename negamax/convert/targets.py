@@ -1,16 +1,17 @@
-"""Targets of `negamax convert --to`.
+"""Targets of `negamax convert --to`, which targets.toml lists.
 
 A target defines the quantization config that the conversion writes to config.json. The package
 `quantization` reads the format of each module from this config. This module does not import torch.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import E4M3, E4M3_FNUZ, E4M3_GROUP, MX_GROUP
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
@@ -21,15 +22,9 @@ _ATTENTION = r"re:.*\.self_attn\..*"
 
 @dataclass(frozen=True)
 class Target:
-    """A conversion target.
-
-    `error` is the relative error |W' - W| / |W| (Frobenius norm) of a matrix of normally
-    distributed weights. `tests/cpu/test_convert.py` measures this error.
-    """
-
     name: str
     summary: str
-    error: float
+    error: float  # |W' - W| / |W| (Frobenius norm) of normally distributed weights
     description: Mapping[str, Any] | None  # new `quantization_config`; None: unquantized
 
     @property
@@ -53,8 +48,12 @@ class Target:
         return detect(self.quantization)
 
 
-def _compressed(
-    format: str, *, rounds_inputs: bool = False, with_attention: bool = True, **weights: Any
+def build_compressed(
+    weights: Mapping[str, Any],
+    *,
+    format: str,
+    rounds_inputs: bool = False,
+    with_attention: bool = True,
 ) -> dict[str, Any]:
     """Build a quantization config of compressed-tensors.
 
@@ -83,92 +82,15 @@ def _compressed(
     }
 
 
-_UNCONVERTED = ["gate", "e_score_correction_bias", "lm_head"]
-_FP8_BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": E4M3,
-    "activation_scheme": "dynamic",
-    "weight_block_size": [E4M3_GROUP, E4M3_GROUP],
-    "modules_to_not_convert": _UNCONVERTED,
-}
-_ALL = (
-    Target("bf16", "unquantized bfloat16", 0.0017, None),
-    Target(
-        "fp8-block",
-        "FP8 with 128 x 128 blocks, MiniMax's own format", 0.027, _FP8_BLOCKS,
-    ),
-    Target(
-        "fp8-fnuz",
-        "FP8 with 128 x 128 blocks in the values of MI300",
-        0.027,
-        {**_FP8_BLOCKS, "fmt": E4M3_FNUZ},
-    ),
-    Target(
-        "fp8-channel",
-        "FP8 with a scale per output row (compressed-tensors float-quantized)",
-        0.027,
-        _compressed(
-            "float-quantized", rounds_inputs=True, num_bits=8, type="float", strategy="channel"
-        ),
-    ),
-    Target(
-        "int8",
-        "int8 with a scale per output row, W8A8 (compressed-tensors int-quantized)",
-        0.0082,
-        _compressed(
-            "int-quantized", rounds_inputs=True, num_bits=8, type="int", strategy="channel"
-        ),
-    ),
-    Target(
-        "int4",
-        "experts in int4 with groups of 128, W4A16 (compressed-tensors pack-quantized)",
-        0.111,
-        _compressed(
-            "pack-quantized", with_attention=False,
-            num_bits=4, type="int", strategy="group", group_size=128,
-        ),
-    ),
-    Target(
-        "nvfp4",
-        "experts in NVFP4, W4A16 (compressed-tensors nvfp4-pack-quantized)",
-        0.095,
-        _compressed(
-            "nvfp4-pack-quantized", with_attention=False,
-            num_bits=4, type="float", strategy="tensor_group", group_size=16,
-        ),
-    ),
-    Target(
-        "mxfp4",
-        "experts in MXFP4, W4A16 (compressed-tensors mxfp4-pack-quantized)",
-        0.1155,
-        _compressed(
-            "mxfp4-pack-quantized", with_attention=False,
-            num_bits=4, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8",
-        ),
-    ),
-    Target(
-        "mxfp8",
-        "MXFP8, FP8 with a power of two for 32 columns, as MiniMax publishes M3",
-        0.027,
-        {
-            "quant_method": "mxfp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [1, MX_GROUP],
-            "ignored_layers": _UNCONVERTED,
-        },
-    ),
-    Target(
-        "fp8-neuron",
-        "FP8 of Trainium, laid out as neuronx-distributed-inference preprocesses M2",
-        0.027,
-        {
-            "quant_method": "neuron_fp8",
-            "weight_block_size": [E4M3_GROUP, E4M3_GROUP],
-            "modules_to_not_convert": ["embed_tokens", "lm_head", "norm", "router", "o_proj"],
-        },
-    ),
-)  # fmt: skip
-TARGETS = {target.name: target for target in _ALL}
+def _read_target(name: str, table: dict[str, Any]) -> Target:
+    description = table.get("description")
+    if "compressed" in table:
+        description = build_compressed(table["weights"], **table["compressed"])
+    return Target(name, table["summary"], table["error"], description)
+
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TARGETS = {name: _read_target(name, table) for name, table in _TABLES.items()}
 
 
 def find_target(name: str) -> Target:
