@@ -25,6 +25,10 @@ from tests import tiny_m3
 _NUMBERS = count()
 SIDE = 28  # pixels per side of an image token
 TOLERANCE = 1e-4  # of log-probabilities in fp32
+LIMITS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "num_threads": 1, "block_size": 16,
+    "max_num_batched_tokens": 48, "max_num_seqs": 4, "num_kv_blocks": 128,
+}  # fmt: skip
 
 
 @dataclass
@@ -81,6 +85,11 @@ class Answer:
     num_cached: int = 0
     finish_reason: str | None = None
 
+    @property
+    def content(self) -> tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]:
+        assert self.error is None, self.error
+        return self.tokens, self.logprobs, self.prompt_logprobs
+
 
 class SeeingEngine:
     """Drive an engine's loop step by step."""
@@ -90,8 +99,8 @@ class SeeingEngine:
         self.answers: dict[str, Answer] = {}
 
     @property
-    def encoder(self) -> Any:
-        return self.loop._scheduler.ranks[0].encoder
+    def encoders(self) -> list[Any]:
+        return [rank.encoder for rank in self.loop._scheduler.ranks]
 
     def add(self, prompt: Prompt, *, salt: str = "", **sampling: Any) -> str:
         name = f"r{next(_NUMBERS)}"
@@ -135,16 +144,12 @@ class SeeingEngine:
 @contextmanager
 def seeing_engine(folder: Path, **options: Any) -> Iterator[SeeingEngine]:
     """Start an engine, and check when it ends that it holds no image."""
-    limits: dict[str, Any] = {
-        "dtype": "float32", "device": "cpu", "num_threads": 1, "block_size": 16,
-        "max_num_batched_tokens": 48, "max_num_seqs": 4, "num_kv_blocks": 128,
-    }  # fmt: skip
-    loop, _ = start_loop(EngineOptions(model=str(folder), **{**limits, **options}))
+    loop, _ = start_loop(EngineOptions(model=str(folder), **{**LIMITS, **options}))
     engine = SeeingEngine(loop)
     try:
         yield engine
         room = engine.loop._scheduler.limits.encoder_tokens
-        assert engine.encoder.num_free_pages == room // 16
+        assert all(each.num_free_pages == room // 16 for each in engine.encoders)
     finally:
         loop.shutdown()
 

@@ -231,16 +231,19 @@ def count_differing(
     layers: Sequence[int],
     config: dict[str, Any],
     tensors: Weights,
+    inputs: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[int, int]:
-    """Return how many draft tokens differ from the oracle's, and how many there are."""
+    """Return how many draft tokens differ from the oracle's, and how many there are. `inputs`: the
+    target's arguments for the images of each text.
+    """
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     of_block = any(name.endswith("block_size") for name in config)
     make_oracle = tiny_block_draft.Oracle if of_block else Oracle
     oracle = make_oracle(config, tensors, embedding=embedding.detach(), head=head.detach())
     streams = {}
-    for text in texts:
+    for text, own in zip(texts, inputs or [{}] * len(texts), strict=True):
         with torch.no_grad():
-            found = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+            found = target(torch.tensor([text]), output_hidden_states=True, **own).hidden_states
         # transformers normalizes the last layer's output, which the draft does not read.
         streams[tuple(text)] = [found[layer][0] for layer in layers]
     differing, compared = 0, 0

@@ -214,6 +214,16 @@ class ParallelLayout:
         return self.rank % self.tp
 
     @property
+    def num_encoders(self) -> int:
+        """Return the number of ranks that share the images of a data-parallel replica."""
+        return self.cp * self.tp
+
+    @property
+    def encoder_rank(self) -> int:
+        """Return this rank's position among the ranks that share the images of a replica."""
+        return self.rank % self.num_encoders
+
+    @property
     def attention(self) -> AttentionView:
         first = self.rank - self.tp_rank
         ranks = tuple(range(first, first + self.tp))

@@ -62,13 +62,6 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
             yield options
 
 
-def describe_image_conflict(layout: ParallelLayout) -> str | None:
-    """Return the size of `layout` with which an engine reads no images, or None."""
-    nodes, dp, cp = layout.nodes, layout.dp, layout.cp
-    sizes = {"--nnodes": nodes, "--data-parallel-size": dp, "--prefill-context-parallel-size": cp}
-    return next((f"{name} is {size}" for name, size in sizes.items() if size > 1), None)
-
-
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
     """Raise `ConfigError` if a rank has an expert twice, or ranks have unequally many experts."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts

@@ -11,7 +11,7 @@ from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.flags import flag_name
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
-from negamax.parallel.split import check_split, describe_image_conflict
+from negamax.parallel.split import check_split
 from negamax.planner.cost import Drafts, Model
 from negamax.planner.gpus import GIB
 
@@ -171,8 +171,7 @@ def fit(
     If the engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
     """
     spec = model.weights.spec
-    reads_images = encoder_tokens > 0 and describe_image_conflict(layout) is None
-    width = spec.vision.text_hidden if spec.vision and reads_images else 0
+    width = spec.vision.text_hidden if spec.vision and encoder_tokens else 0
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
     for stage in (

@@ -28,6 +28,6 @@ class SchedulerLimits:
     # True: copy each full block to host memory; False: copy blocks that another request reuses
     stores_new_blocks: bool = True
     encoder_tokens: int = 0  # capacity of the encoder cache in image tokens; 0: images are refused
-    num_encoders: int = 1  # number of tensor-parallel ranks that encode images
+    num_encoders: int = 1  # number of ranks that encode images
     logs_cache_changes: bool = False  # whether `Scheduler.cache_log` records changes
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # chooses the chunk lengths

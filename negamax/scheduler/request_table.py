@@ -99,14 +99,7 @@ class RequestTable:
         if not room:
             raise InvalidRequestError(
                 f"the prompt has {len(request.images)} images; this engine reads text only",
-                hint="send text, or start a checkpoint with a vision tower on one machine",
-                param="messages",
-                code="images_not_supported",
-            )
-        if request.lease_id or request.remote is not None:
-            raise InvalidRequestError(
-                "prompts with images are not exchanged with other engines",
-                hint="send prompts with images to an engine without --kv-transfer-config",
+                hint="send text, or start a checkpoint with a vision tower",
                 param="messages",
                 code="images_not_supported",
             )

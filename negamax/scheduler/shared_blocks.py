@@ -13,16 +13,18 @@ from math import inf
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.host_tier import HostTier
 from negamax.scheduler.prefix_cache import BlockHashes
+from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import StepResult
 
 
-def hash_prompt(tokens: Items[int], *, block_size: int) -> bytes:
+def hash_prompt(request: GenerateRequest, *, block_size: int) -> bytes:
     """Return the hash of a prompt's full blocks, without salt; b"" if the prompt has no full block.
     The last token is not hashed, because it must run to sample the next token.
     """
+    tokens = list(request.prompt_token_ids)
     num_blocks = (len(tokens) - 1) // block_size
-    hashes = BlockHashes(list(tokens), block_size=block_size, salt="")
+    hashes = BlockHashes(tokens, block_size=block_size, salt="", images=request.images)
     return hashes[num_blocks - 1] if num_blocks else b""
 
 
@@ -102,7 +104,7 @@ class SharedBlocks:
         if len(blocks) < num_blocks:
             return
         self._pool.share(blocks)
-        prompt_hash = hash_prompt(request.prompt_token_ids, block_size=size)
+        prompt_hash = hash_prompt(request, block_size=size)
         lease = Lease(request.lease_id, hashes, prompt_hash, sequence.num_cached_tokens, blocks)
         self.end(request.lease_id)  # end an older lease with the same id
         self.leases[request.lease_id] = lease

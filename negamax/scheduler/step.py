@@ -100,7 +100,7 @@ ROWS_PER_PAGE = 16  # number of image embeddings in a page
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An image that one rank encodes before the step. Other ranks use zero embeddings."""
 
-    rank: int  # tensor-parallel rank that encodes the image
+    rank: int  # rank that encodes the image, see `ParallelLayout.encoder_rank`
     pages: list[int]  # pages that store the image's embeddings, in order
     grid: tuple[int, int]  # number of rows and of columns of patches
     pixels: bytes  # uint8 [height, width, 3]

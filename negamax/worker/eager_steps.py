@@ -97,7 +97,9 @@ def _launch(
     if entering is not None:
         entering = entering[: len(token_ids)].zero_()
     capture = proposer.capture if proposer else ()
-    images = runner.encoder.place_rows((), layout.columns) if runner.encoder else None
+    images = None
+    if runner.encoder:
+        images = runner.encoder.place_rows((), shard.columns, len(token_ids))
     hidden, streams = model.forward(
         token_ids, metadata, caches, capture=capture, entering=entering, images=images
     )

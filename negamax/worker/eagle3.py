@@ -9,6 +9,9 @@ one token per row, and reads the hidden state of the previous pass.
 The draft model's keys of a token depend on the next token. If two sequences share a block, the last
 keys of the block depend on the next token of the sequence that filled the block. Shared blocks may
 lower acceptance, but never change the output.
+
+At positions of image tokens, the draft model embeds the id of the image token, as vLLM does. SGLang
+passes the image embeddings. The draft model sees images only in the target's residual streams.
 """
 
 from collections.abc import Mapping

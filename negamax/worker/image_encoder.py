@@ -1,7 +1,8 @@
 """Encode images on one rank before a step, which reads the image rows in place of embeddings.
 
 Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
-image, ranks that did not encode the image add zeros, so the sum over ranks is exact.
+image, ranks that did not encode the image add zeros, so the sum over ranks is exact. With prefill
+context parallelism, all copies of the encoding rank get the rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from negamax.base.errors import EngineDeadError
 from negamax.config.vision import VisionSpec
+from negamax.kernels.peers import Collective
 from negamax.kernels.steps.op import ImageRows
 from negamax.models.decoder import ImageTower
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun, StepPlan
@@ -44,11 +46,14 @@ class ImageEncoder:
         num_tokens: int,
         dtype: torch.dtype,
         rank: int,
+        copies: Collective,
         runtime: Runtime,
     ) -> None:
-        """`num_tokens`: rows of the pool. `rank`: index among the tensor-parallel ranks."""
+        """`num_tokens`: rows of the pool. `rank`: the value of `EncodeJob.rank` for this rank.
+        `copies`: the context-parallel ranks with the same weights.
+        """
         self._tower, self._spec, self._requests = tower, spec, requests
-        self._rank, self._runtime = rank, runtime
+        self._rank, self._copies, self._runtime = rank, copies, runtime
         self.num_tokens, self._device = num_tokens, requests.tokens.device
         shape = (num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
         self._pool = torch.zeros(shape, dtype=dtype, device=self._device)
@@ -76,6 +81,9 @@ class ImageEncoder:
                 for job in jobs:
                     self._pool[indices(job.pages, self._device)] = 0
                     self._broken.append(_Broken(frozenset(job.pages), error))
+        if plan.encodes and self._copies.size > 1:
+            at = indices([page for job in plan.encodes for page in job.pages], self._device)
+            self._pool[at] = self._copies.all_reduce(self._pool[at])
         if self._broken:
             for run in plan.images:
                 for each in self._broken:
@@ -97,12 +105,15 @@ class ImageEncoder:
             rows[tokens] = np.array(run.pages)[page] * ROWS_PER_PAGE + place
         return rows
 
-    def place_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> ImageRows:
-        """Return the result of `find_rows` on the device, for an eager step."""
+    def place_rows(
+        self, runs: Sequence[ImageRun], columns: StepColumns, num_tokens: int
+    ) -> ImageRows:
+        """Return the result of `find_rows` on the device, for an eager step that runs the tokens of
+        `columns`, or padding, as `num_tokens` tokens.
+        """
         found = self.find_rows(runs, columns)
-        if found is None:
-            size = len(columns.token_slots)
-            index = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+        if found is None or not len(found):
+            index = torch.full((num_tokens,), -1, dtype=torch.int32, device=self._device)
         else:
             index = upload((found,), self._device)[0].int()
         return ImageRows(index, self.rows)

@@ -148,7 +148,8 @@ class ModelRunner:
             self.requests,
             num_tokens=config.encoder_tokens,
             dtype=self.kernels.dtype,
-            rank=config.layout.tp_rank,
+            rank=config.layout.encoder_rank,
+            copies=self.context.context_group,
             runtime=self.runtime,
         )
 

@@ -185,8 +185,8 @@ class StepRunner:
             shard = shard_tokens(layout, requests, self._group, size=plan.of_all)
             token_ids, metadata = shard.build()
             num_tokens, images = len(token_ids), None
-            if self._encoder is not None and not is_padding:
-                images = self._encoder.place_rows(plan.images, layout.columns)
+            if self._encoder is not None:
+                images = self._encoder.place_rows(plan.images, shard.columns, num_tokens)
             entering = stage.receive(num_tokens, is_padding=is_padding)
             began = self._runtime.record_event()
             hidden, residuals = self._model.forward(

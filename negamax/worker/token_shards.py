@@ -33,6 +33,11 @@ class AllTokens:
     most_tokens: int | None = None  # largest number of tokens of any data-parallel rank
     is_share: bool = False  # whether other data-parallel ranks shard this step
 
+    @property
+    def columns(self) -> StepColumns:
+        """Columns of the shard's tokens, which are empty if the shard has only a padding token."""
+        return self.layout.columns
+
     def build(self) -> tuple[Tensor, AttentionMetadata]:
         """Return token ids [N] of the shard and their metadata; see `batch.build`."""
         if not self.layout.num_tokens:
@@ -83,6 +88,10 @@ class ShardedRuns:
         )
         positions = requests.num_computed[all_slots] + all_offsets
         self._shared = SharedTokens(group, positions, all_slots)
+
+    @property
+    def columns(self) -> StepColumns:
+        return self._own.layout.columns
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
         """Return token ids and metadata. A shard without tokens has a padding token."""

@@ -164,13 +164,18 @@ class NoMachinesError(Exception):
 
 class Agent:
     def __init__(
-        self, network: Machines | OneMachine, node: int, *options: str, **variables: str
+        self,
+        network: Machines | OneMachine,
+        node: int,
+        *options: str,
+        model: str = "nano",
+        **variables: str,
     ) -> None:
         """Start the agent with `options`, or with the address and node rank of `node`."""
         if not {"--data-parallel-address", "--dist-init-addr"}.intersection(options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [
-            *network.command(node), sys.executable, "-m", "negamax", "serve", "nano",
+            *network.command(node), sys.executable, "-m", "negamax", "serve", model,
             "--device", "cpu", "--num-threads", "1", *network.options, *options,
         ]  # fmt: skip
         pipes = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL) | {"stderr": subprocess.PIPE}

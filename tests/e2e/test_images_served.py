@@ -3,6 +3,7 @@ import io
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from PIL import Image
 from negamax.config.embedded import EMBEDDED
 from tests import tiny, tiny_m3
 from tests.e2e.conftest import Server, serving
+from tests.e2e.test_disaggregation import check_same, serving_pair
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -25,8 +27,14 @@ TEMPLATE = (
 )
 
 
+OPTIONS = (
+    "--dtype", "float32", "--num-threads", "1", "--reasoning-parser", "none", "--block-size", "16",
+    "--max-num-batched-tokens", "48", "--served-model-name", "seeing",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Server]]:
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("seeing")
     sizes = tiny_m3.random_sizes(3, vocab_size=4160, num_hidden_layers=2, index_block_size=16)
     sizes |= {
@@ -40,11 +48,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Serv
     for name in FILES:
         shutil.copy(EMBEDDED["nano-m3"] / name, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    options = ("--dtype", "float32", "--num-threads", "1", "--reasoning-parser", "none")
-    limits = ("--max-num-batched-tokens", "48", "--block-size", "16", "--num-kv-blocks", "256")
-    names = ("--served-model-name", "seeing")
-    log = tmp_path_factory.mktemp("log") / "log"
-    with serving(*options, *limits, *names, log_file=log, model=str(folder)) as server:
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def served(
+    seeing: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Server]]:
+    log, (model, folder) = tmp_path_factory.mktemp("log") / "log", seeing
+    with serving(*OPTIONS, "--num-kv-blocks=256", log_file=log, model=str(folder)) as server:
         yield model, server
         assert "Traceback" not in server.log
 
@@ -87,9 +99,11 @@ def check(model: Any, server: Server, body: dict[str, Any], images: list[torch.T
     """Compare an answer's log-probabilities with transformers. Return the cached tokens."""
     prompt = ask(server, f"{CHAT}/render", body)["token_ids"]
     found = ask(server, CHAT, {**body, "return_token_ids": True})
-    (choice,) = found["choices"]
-    tokens, entries = choice["token_ids"], choice["logprobs"]["content"]
     assert found["usage"]["prompt_tokens"] == len(prompt)
+    assert len(found["choices"]) == body.get("n", 1)
+    assert len({str(choice["logprobs"]) for choice in found["choices"]}) == 1
+    choice = found["choices"][-1]
+    tokens, entries = choice["token_ids"], choice["logprobs"]["content"]
     assert len(tokens) == len(entries) == 4
     assert 4121 not in tokens  # transformers would replace the row of this token.
     with torch.inference_mode():
@@ -109,7 +123,7 @@ def test_answers_are_those_of_transformers(served: tuple[Any, Server]) -> None:
     images = [draw(1), draw(2, 168, 112)]
     text = {"type": "text", "text": "What do these two show? "}
     body = chat(text, part(images[0]), "and", part(images[1]), "?")
-    assert check(model, server, body, images) == 0
+    assert check(model, server, body | {"n": 3}, images) == 0
     assert check(model, server, body, images) > 0  # The prefix is cached.
     others = [draw(3), images[1]]  # The other image has the same size.
     changed = chat(text, part(others[0]), "and", part(others[1]), "?")
@@ -169,3 +183,15 @@ def test_many_requests_with_images_and_a_bad_one(served: tuple[Any, Server]) -> 
         running += [threads.submit(refuse) for _ in range(4)]
         for one in running:
             one.result()
+
+
+def test_prompts_with_images_come_from_another_server(
+    seeing: tuple[Any, Path], tmp_path: Path
+) -> None:
+    with serving_pair(tmp_path, *OPTIONS, model=str(seeing[1])) as pair:
+        bodies = [chat("What does this show?", part(draw(seed, 224, 252)), "?") for seed in (1, 2)]
+        for body in (*bodies, chat("An image ends the prompt: ", part(draw(3)))):
+            check_same(pair, CHAT, body | {"max_tokens": 12, "temperature": 0})
+        # The two images have equal sizes, so only their digests distinguish the prompts.
+        assert pair[1].gauge("negamax:pulled_kv_blocks_total") == 4 + 4 + 1
+        assert pair[1].gauge("negamax:failed_remote_prefills_total") == 0

@@ -309,16 +309,13 @@ def test_ranks_that_shard_a_cache_hold_most_tokens() -> None:
     assert eight.host_tokens == 300 * GIB // 8 // 29_952
 
 
-@pytest.mark.parametrize(
-    ("sizes", "reads_images"),
-    [({"tp": 4}, True), ({"dp": 2}, False), ({"cp": 2}, False), ({"tp": 8, "nodes": 2}, False)],
-)
-def test_memory_includes_images_if_a_split_reads_them(sizes: Any, reads_images: bool) -> None:
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2}, {"cp": 2, "tp": 4, "nodes": 2}])
+def test_memory_includes_images(sizes: Any) -> None:
     model, layout = Model.of(M3, MEASURED), ParallelLayout(**sizes)
     own = partial(fit, model, layout, budget=0, longest=9)
     text, seeing, tower = own(encoder_tokens=0), own(), 2 * 865_567_232
-    assert seeing.weights - text.weights == tower * reads_images
-    assert text.room - seeing.room == (tower + 2 * 32_768 * 6144) * reads_images
+    assert seeing.weights - text.weights == tower
+    assert text.room - seeing.room == tower + 2 * 32_768 * 6144
 
 
 def test_index_keys_are_sharded_if_a_request_needs_it() -> None:

@@ -25,7 +25,7 @@ from negamax.engine.core.transfer_wire import (
 from negamax.engine.core.transfers import Peer, Transfers
 from negamax.options.transfer import FAIL, RECOMPUTE, KvTransferConfig
 from negamax.scheduler.group import GroupScheduler
-from negamax.scheduler.request import GenerateRequest, RemotePrompt
+from negamax.scheduler.request import GenerateRequest, ImageInput, RemotePrompt
 from negamax.scheduler.shared_blocks import hash_prompt
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult
 from negamax.worker.lane_wire import ImportBlocks, ImportDone
@@ -364,7 +364,7 @@ class Alone:
         while (plan := self.scheduler.plan()) is not None:
             self.transfers.take_updates(self.scheduler.commit(plan))
         self.transfers.advance(now=0.0)
-        return hash_prompt(request.prompt_token_ids, block_size=4)
+        return hash_prompt(request, block_size=4)
 
     def pull(self, name: str = "a", *, lease: str = "lease", length: int = 10) -> OpenLease:
         remote = RemotePrompt("peer", 1, lease, "it")
@@ -403,6 +403,21 @@ def test_a_lease_lives_as_long_as_it_is_renewed() -> None:
         assert engine.num_held == 2
     engine.transfers.advance(now=18.5)
     assert engine.num_held == 0 and engine.transfers.counts.num_expired_leases == 1
+
+
+def test_the_hashes_of_a_pulled_prompt_cover_its_images() -> None:
+    engine, found = Alone(), set()
+    for digest in (b"", b"one", b"other"):
+        images = [ImageInput(2, 4, (2, 8), digest, b"")] if digest else []
+        remote = RemotePrompt("peer", 1, f"{digest!r}", "it")
+        request = make_request(f"{digest!r}", 10, images=images, remote=remote)
+        engine.transfers.begin(request, now=0.0)
+        (message,) = (one for one in engine.take_sent() if isinstance(one, OpenLease))
+        assert message.prompt_hash == hash_prompt(request, block_size=4)
+        *_, pull = engine.transfers._pulls.values()
+        assert pull.hashes[-1] == message.prompt_hash  # The request has no salt.
+        found.add(message.prompt_hash)
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(

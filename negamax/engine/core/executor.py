@@ -257,7 +257,10 @@ class MultiProcessExecutor:
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
-        self._dp_ranks = [layout.replace_rank(rank).dp_rank for rank in range(world_size)]
+        layouts = [layout.replace_rank(rank) for rank in range(world_size)]
+        self._dp_ranks = [each.dp_rank for each in layouts]
+        # -1: the rank encodes no images, because it is not on the first pipeline stage
+        self._encoders = [each.encoder_rank if each.is_first_stage else -1 for each in layouts]
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
@@ -316,7 +319,10 @@ class MultiProcessExecutor:
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
         for dp_rank, (plan, failures) in enumerate(zip(plans, self._row_failures, strict=True)):
-            self._send(PLAN + msgspec.msgpack.encode(plan), dp_rank)
+            if plan.encodes:
+                self._send_pixels(plan, dp_rank)
+            else:
+                self._send(PLAN + msgspec.msgpack.encode(plan), dp_rank)
             failures.launched(plan)
         return lambda: [self.receive(dp_rank) for dp_rank in range(len(plans))]
 
@@ -405,15 +411,33 @@ class MultiProcessExecutor:
             readies[self._sockets.index(socket)] = report.ready
         return [readies[rank] for rank in range(len(self._sockets))]
 
+    def _send_pixels(self, plan: StepPlan, dp_rank: int) -> None:
+        """Send a plan, whose pixels only the encoding ranks get. Raises `EngineDeadError`."""
+        frames: dict[int, bytes] = {}
+        bare = [msgspec.structs.replace(job, pixels=b"") for job in plan.encodes]
+        for encoder in {-1, *(job.rank for job in plan.encodes)}:
+            jobs = [
+                job if job.rank == encoder else other
+                for job, other in zip(plan.encodes, bare, strict=True)
+            ]
+            frames[encoder] = PLAN + msgspec.msgpack.encode(
+                msgspec.structs.replace(plan, encodes=jobs)
+            )
+        for rank, encoder in enumerate(self._encoders):
+            if self._dp_ranks[rank] == dp_rank:
+                self._send_to(rank, frames.get(encoder, frames[-1]))
+
     def _send(self, frame: bytes, dp_rank: int) -> None:
         """Send a frame to all ranks of `dp_rank` without waiting. Raises `EngineDeadError`."""
-        for rank, socket in enumerate(self._sockets):
-            if self._dp_ranks[rank] != dp_rank:
-                continue
-            try:
-                socket.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                raise EngineDeadError(self.death() or f"rank {rank} has disconnected") from None
+        for rank, of in enumerate(self._dp_ranks):
+            if of == dp_rank:
+                self._send_to(rank, frame)
+
+    def _send_to(self, rank: int, frame: bytes) -> None:
+        try:
+            self._sockets[rank].send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError(self.death() or f"rank {rank} has disconnected") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
         """Wait for a message of a rank. Raises `EngineDeadError` if a rank ends before."""

@@ -48,7 +48,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         _LOADS,
         kv_dtype=options.kv_cache_dtype,
         index_dtype=options.index_cache_dtype,
-        encoder_tokens=0 if not is_read or options.kv_transfer else options.encoder_cache_tokens,
+        encoder_tokens=options.encoder_cache_tokens if is_read else 0,
         max_model_len=context_length,
         max_num_seqs=options.sequences_per_step("cuda"),
         one_engine=one_engine,

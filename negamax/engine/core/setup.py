@@ -41,7 +41,7 @@ from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
 from negamax.parallel.layout import ParallelLayout
-from negamax.parallel.split import check_split, describe_image_conflict
+from negamax.parallel.split import check_split
 from negamax.planner.chunks import plan_even_times
 from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
@@ -221,7 +221,7 @@ def _make_worker_config(
     spec = _choose_weight_format(options, spec, device)
     if draft is not None:
         draft = replace(draft, spec=_choose_weight_format(options, draft.spec, device))
-    spec = _choose_vision(options, source, spec, layout)
+    spec = _choose_vision(options, source, spec)
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
@@ -286,22 +286,14 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
     return replace(spec, quantization=blocks)
 
 
-def _choose_vision(
-    options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout
-) -> Spec:
+def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> Spec:
     """Remove the vision tower from `spec` if the files lack it or if the options exclude images.
-    Without a vision tower the server refuses images. Warn if other options would allow images.
+    Without a vision tower the server refuses images.
     """
-    if spec.vision is None:
-        return spec
-    reason, log = _explain_text_only(options, source), logger.info
-    if reason is None:
-        reason, log = describe_image_conflict(layout), logger.warning
-        if options.kv_transfer is not None:
-            reason = "--kv-transfer-config exchanges prompts without images"
+    reason = None if spec.vision is None else _explain_text_only(options, source)
     if reason is None:
         return spec
-    log("requests with images are refused: %s", reason)
+    logger.info("requests with images are refused: %s", reason)
     return replace(spec, vision=None)
 
 
@@ -432,7 +424,7 @@ def _make_scheduler(
         num_stages=config.layout.pp if options.enable_overlap else 1,
         num_shards=config.layout.cp,
         encoder_tokens=config.encoder_tokens,
-        num_encoders=config.layout.tp,
+        num_encoders=config.layout.num_encoders,
         # Synthetic acceptance ignores masks, so constrained rows must not verify drafts.
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),

@@ -145,7 +145,7 @@ class Transfers:
             self.send(peer, CloseLease(remote.lease_id))  # This engine computes the prompt.
             self.ready.append(replace(request, remote=None))
             return
-        prompt_hash = hash_prompt(tokens, block_size=size)
+        prompt_hash = hash_prompt(request, block_size=size)
         key = (peer, remote.lease_id)
         pull = self._pulls.get(key) or self._arrived.get(key)
         if pull is not None:  # This is another choice of the same prompt.
@@ -156,12 +156,13 @@ class Transfers:
             else:
                 self._complete(pull, request)
             return
-        hashes = BlockHashes(list(tokens), block_size=size, salt=request.cache_salt)
+        salt, images = request.cache_salt, request.images
+        hashes = BlockHashes(list(tokens), block_size=size, salt=salt, images=images)
         self._pulls[peer, remote.lease_id] = _Pull(
             peer,
             remote.lease_id,
             prompt_hash,
-            request.cache_salt,
+            salt,
             [hashes[index] for index in range(num_blocks)],
             [request],
             deadline=now + self.config.timeout_seconds,
