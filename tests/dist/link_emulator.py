@@ -27,7 +27,7 @@ from typing import Any
 
 _SET_DEVICE = 0x400454CA  # TUNSETIFF
 _TUN, _NO_INFO = 0x0001, 0x1000  # flags for IP packets without a header of four bytes
-_TCP, _SYN, _ACK = 6, 0x02, 0x10
+_TCP, _UDP, _SYN, _ACK = 6, 17, 0x02, 0x10
 _BATCH = 64  # packets of one machine that are sent before those of the next
 _MOST_BYTES = 65536
 _SEED = 47
@@ -41,8 +41,9 @@ class Settings:
     rate: float = 0.0  # bits per second; 0: no limit
     queue: float = 0.1  # longest wait in seconds at a limited rate; further packets are dropped
     cut: bool = False  # The link carries nothing.
-    # TCP connections to ports from first to last are refused, as by a firewall.
-    closed_ports: Sequence[int] = ()
+    # A firewall drops TCP connections and datagrams to other ports than these pairs of first and
+    # last port; empty: all ports are open.
+    open_ports: Sequence[Sequence[int]] = ()
 
 
 class Link:
@@ -57,7 +58,7 @@ class Link:
     def take(self, packet: bytes, now: float) -> None:
         settings = self.settings
         is_lost = self._random.random() < settings.loss
-        if settings.cut or is_lost or (settings.closed_ports and self._is_shut_out(packet)):
+        if settings.cut or is_lost or (settings.open_ports and self._is_shut_out(packet)):
             self.num_dropped += 1
             return
         sent_at = now
@@ -73,11 +74,12 @@ class Link:
         self._waiting.append((due, packet))
 
     def _is_shut_out(self, packet: bytes) -> bool:
-        first, last = self.settings.closed_ports
         head = 4 * (packet[0] & 15)
-        if packet[9] != _TCP or packet[head + 13] & (_SYN | _ACK) != _SYN:
+        begins = packet[9] == _TCP and packet[head + 13] & (_SYN | _ACK) == _SYN
+        if not begins and packet[9] != _UDP:
             return False
-        return first <= int.from_bytes(packet[head + 2 : head + 4], "big") <= last
+        port = int.from_bytes(packet[head + 2 : head + 4], "big")
+        return not any(first <= port <= last for first, last in self.settings.open_ports)
 
     def deliver(self, now: float) -> float | None:
         while self._waiting and self._waiting[0][0] <= now:

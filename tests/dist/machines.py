@@ -62,6 +62,17 @@ class Machines:
     def command(self, machine: int) -> list[str]:
         return ["ip", "netns", "exec", self._space(machine)] if machine else []
 
+    def set_port_range(self, machine: int, first: int, last: int) -> None:
+        """Set the range from which the system of another machine assigns ports."""
+        line = f"echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range"
+        subprocess.run([*self.command(machine), "sh", "-c", line], check=True)
+
+    def listening_ports(self, machine: int) -> set[int]:
+        """Return the TCP and UDP ports on which the programs of another machine listen."""
+        command = [*self.command(machine), "ss", "--no-header", "-lntu"]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return {int(line.split()[4].rpartition(":")[2]) for line in listed.splitlines()}
+
     def remove(self) -> None:
         self._remove_spaces()
         with contextlib.suppress(subprocess.CalledProcessError):

@@ -17,6 +17,7 @@ from negamax.engine.core.source import locate
 from negamax.engine.nodes import wire
 from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import NodeGroup
+from negamax.engine.nodes.network import ephemeral_ports
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import MASTER_PORT
 from negamax.parallel.layout import ParallelLayout
@@ -35,7 +36,7 @@ from tests.layouts import parallel
 
 # A shorter outage has no effect, and a longer one restarts the group.
 HARMLESS_SECONDS, NOTICED_AT_LEAST_SECONDS = 1.4, 2.3
-WHOLE = {"delay": 0.0, "jitter": 0.0, "loss": 0.0, "rate": 0.0, "cut": False, "closed_ports": []}
+WHOLE = {"delay": 0.0, "jitter": 0.0, "loss": 0.0, "rate": 0.0, "cut": False, "open_ports": []}
 NEAR = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}
 FAR = {"delay": 0.1, "jitter": 0.02, "loss": 0.05}
 
@@ -197,9 +198,9 @@ def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
 def test_names_a_rank_behind_a_firewall(
     network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Open the port of the agents in the firewall, but not the port of plans."""
+    """Open the ports of agents, store and results in the firewall, but not the port of plans."""
     monkeypatch.setattr(executor, "CONNECT_SECONDS", 4.0)
-    network.set_links(target=0, closed_ports=[MASTER_PORT + 3, 65535])
+    network.set_links(target=0, open_ports=[[1, MASTER_PORT + 2]])
     endpoint = re.escape(f"tcp://{network.address(0)}:{MASTER_PORT + 3}")
     words = f"rank 1 .* did not reach node 0 at {endpoint} within 4 s .open the ports"
     with pytest.raises(ResourceError, match=words):
@@ -235,8 +236,19 @@ def test_lost_packets_raise_no_alarm(network: DistantMachines, agent: Agent) -> 
     ids=["stages far", "data-parallel near", "prompts near", "stages 2 Mbit/s"],
 )
 def test_other_splits_give_the_text_of_one_rank(
-    network: DistantMachines, expected: list[list[int]], split: str, settings: dict[str, Any]
+    network: DistantMachines,
+    expected: list[list[int]],
+    split: str,
+    settings: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Open only the ports in the firewall that the log of node 0 lists."""
+    caplog.set_level("INFO", logger="negamax.engine.nodes.group")
+    own, system = (MASTER_PORT, MASTER_PORT + 3), (40_000, 40_099)
+    network.set_port_range(1, *system)
+    first, last = map(int, ephemeral_ports().split("-"))
+    network.set_links(target=0, open_ports=[own, (first, last)])
+    network.set_links(target=1, open_ports=[system])
     ((name, _),) = (sizes := parallel(**{split: 2})).items()
     other = Agent(network, 1, *FLOAT32, f"--{name.replace('_', '-')}", "2", "--nnodes", "2")
     try:
@@ -245,6 +257,10 @@ def test_other_splits_give_the_text_of_one_rank(
         with on_nodes(network, 2, **sizes) as llm:
             assert tokens(llm) == expected
             assert network.set_links()["0-1"][0] > before
+            listening = network.listening_ports(1)
+            assert listening and all(system[0] <= port <= system[1] for port in listening)
+        assert f"open its TCP ports {own[0]}-{own[1]} and its UDP port {own[0]} " in caplog.text
+        assert f"NCCL take ({first}-{last})" in caplog.text
     finally:
         other.kill()
 

@@ -67,8 +67,8 @@ def test_a_limited_rate_delays_and_drops_what_waits_too_long(ends: Ends) -> None
     assert ends.arrived(0.101) == [5, 6, 7, 8, 9]
 
 
-def test_no_connection_is_made_to_closed_ports(ends: Ends) -> None:
-    ends.link.settings = Settings(closed_ports=[1000, 2000])
+def test_no_connection_is_made_except_to_open_ports(ends: Ends) -> None:
+    ends.link.settings = Settings(open_ports=[[1, 999], [2001, 65535]])
     syn, syn_ack, ack = 0x02, 0x12, 0x10
     for number, (port, flags) in enumerate(
         [(1000, syn), (2000, syn), (999, syn), (2001, syn), (1500, ack), (1500, syn_ack)]
