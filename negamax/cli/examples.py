@@ -1,8 +1,11 @@
 """Examples of examples.toml, for the help of each command and for the command reference."""
 
-from negamax.base.tables import read_table
+import tomllib
+from pathlib import Path
 
-EXAMPLES: dict[str, list[str]] = read_table(__file__)
+EXAMPLES: dict[str, list[str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 
 
 def make_epilog(command: str) -> str:

@@ -138,6 +138,44 @@ def _lacks_weights(words: list[str]) -> bool:
     return is_bundled and "--load-format" not in words
 
 
+def test_docker_commands_fit_the_image() -> None:
+    """Parse the commands, because no test runs Docker."""
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)", recipe, re.MULTILINE)
+    assert json.loads(entry)[-1] == "negamax"
+    built, run = re.findall(r"^# +docker build .*-t (\S+) \.$", recipe, re.MULTILINE), []
+    for page in COMMANDS_OF:
+        text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
+        for line in re.findall(r"^docker .*", text, re.MULTILINE):
+            match shlex.split(line, comments=True)[1:]:
+                case ["build", "-f", "deploy/Dockerfile", "-t", tag, "."]:
+                    assert tag in built
+                case ["run", *words]:
+                    run.append(_read_docker_run(words))
+                case _:
+                    raise AssertionError(f"{page}: {line}")
+    for options, image, words in run:
+        assert image in built and words[0] == "serve"
+        understand(words)
+        assert {value.rpartition(":")[2] for value in options["-v"]} <= {
+            *re.findall(r"^VOLUME (.*)", recipe, re.MULTILINE)
+        }
+        (port,) = (value.rpartition(":")[2] for value in options["-p"])
+        assert port in re.findall(r"^EXPOSE (.*)", recipe, re.MULTILINE)
+        assert options["--gpus"] and options["-e"] and (options["--ipc"] or options["--shm-size"])
+    assert run
+
+
+def _read_docker_run(words: list[str]) -> tuple[dict[str, list[str]], str, list[str]]:
+    """Return the options, the image and the arguments of `docker run`."""
+    names = ("--gpus", "--ipc", "--shm-size", "--sysctl", "-e", "-p", "-v")
+    options: dict[str, list[str]] = {name: [] for name in names}
+    while words[0].startswith("-"):
+        name, equals, value = words.pop(0).partition("=")
+        options[name].append(value if equals else words.pop(0))
+    return options, words[0], words[1:]
+
+
 @pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_command_runs_into_the_next(page: Path) -> None:
     text = "\n".join(blocks(page, "sh"))
