@@ -129,7 +129,8 @@ _PACKED_LARGE_M = {
 class H200MoeTiles(MoeTiles):
     """Sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
     MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with packed
-    8-bit weights. For M3 with other formats, each program has as many columns as for M2.
+    8-bit weights, and in prefills with FP8. For M3 with other formats, each program has as many
+    columns as for M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -168,7 +169,7 @@ class H200MoeTiles(MoeTiles):
         if width <= 384:
             down = Tile(64, 64, 128, num_warps=4, num_stages=3)
             return ExpertTiles(gate_up, down, repeat_n=24, resident=True)
-        return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
+        return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=4), repeat_n=16)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
         """Return tiles for up to 4 tokens, else None. The limit is 2 tokens for rows of over 1,536

@@ -327,7 +327,7 @@ def _zero_pairs(
 
 @triton.jit
 def _compute_down(
-    h_ptr, h_scale_ptr, topk_weights_ptr, w, w_scale_ptr, out_ptr, sorted_token_ids_ptr, expert,
+    h, h_scale_ptr, topk_weights_ptr, w, w_scale_ptr, out_ptr, sorted_token_ids_ptr, expert,
     begin, end, first_n,
     E: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, REPEAT_N: tl.constexpr, RESIDENT: tl.constexpr,
@@ -339,23 +339,23 @@ def _compute_down(
 
     With RESIDENT (FP8, narrow experts) h stays in shared memory; else h is read once per tile of w.
     """
-    EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
-    K: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
     K_BLOCKS: tl.constexpr = E.WIDTH // BLOCK
-    places, offs_k = begin + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    offs_n = first_n + tl.arange(0, BLOCK_N)
+    places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
     topk_weight = tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)
-    h_ptrs = h_ptr + places.to(tl.int64)[:, None] * K + offs_k[None, :]
     w_row = expert * E.HIDDEN + first_n
     if ROUNDED:
         w_scale_ptr += expert * E.HIDDEN
-    else:
+    elif E.FP8:
+        w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
+    if RESIDENT or not (E.FP8 or ROUNDED):
+        EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
+        offs_k = tl.arange(0, BLOCK_K)
+        h_ptrs = h + places.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
         w += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
         w_ptrs = w + offs_n[:, None] * E.WIDTH + offs_k[None, :]
-        w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
     if RESIDENT:
         hs, h_scales = (), ()
@@ -378,28 +378,24 @@ def _compute_down(
             tile, block = step // STEPS, step % STEPS
             k = block * BLOCK_K
             n_inside = offs_n + tile * BLOCK_N < E.HIDDEN
-            if ROUNDED:
-                k_inside = (offs_k < K - k)[None, :] | (K % BLOCK_K == 0)
-                w_tile = tl.trans(w.load([w_row + tile * BLOCK_N, k]))
-            else:
-                k_inside = (k + offs_k < E.WIDTH)[None, :] | EVEN
-                tile_ptrs = w_ptrs + tile * (BLOCK_N * E.WIDTH) + k
-                w_mask = (n_inside[:, None] & k_inside) | EVEN
-                w_tile = tl.trans(tl.load(tile_ptrs, mask=w_mask, other=0.0))
-            h = tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0)
             if E.FP8 or ROUNDED:
+                h_tile, w_tile = h.load([begin, k]), tl.trans(w.load([w_row + tile * BLOCK_N, k]))
                 h_scale_ptrs = h_scale_ptr + places * STEPS + block
                 scale = tl.load(h_scale_ptrs, mask=valid, other=0.0) * topk_weight
                 if E.FP8:
                     row_block = (first_n + tile * BLOCK_N) // BLOCK * K_BLOCKS
                     scale *= tl.load(w_scale_ptr + row_block + k // BLOCK)
-                if h.dtype == tl.int8:
-                    product = tl.dot(h, w_tile, out_dtype=tl.int32).to(tl.float32)
+                if h_tile.dtype == tl.int8:
+                    product = tl.dot(h_tile, w_tile, out_dtype=tl.int32).to(tl.float32)
                 else:
-                    product = tl.dot(h, w_tile)
+                    product = tl.dot(h_tile, w_tile)
                 acc += product * scale[:, None]
             else:
-                acc = dot(h, w_tile, acc)
+                k_inside = (k + offs_k < E.WIDTH)[None, :] | EVEN
+                h_tile = tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0)
+                tile_ptrs = w_ptrs + tile * (BLOCK_N * E.WIDTH) + k
+                w_mask = (n_inside[:, None] & k_inside) | EVEN
+                acc = dot(h_tile, tl.trans(tl.load(tile_ptrs, mask=w_mask, other=0.0)), acc)
             if block == STEPS - 1:
                 out = acc
                 if ROUNDED:
@@ -432,11 +428,13 @@ def _compute_packed_down(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts"])
 def _down_large_m_kernel(
-    h_ptr,  # result of `_gate_up_large_m_kernel`
+    h,  # result of `_gate_up_large_m_kernel`; FP8 and not RESIDENT, or ROUNDED: TMA descriptor of
+    # this matrix with blocks [BLOCK_M, BLOCK_K]
     h_scale_ptr,  # result of `_gate_up_large_m_kernel`
     topk_weights_ptr,  # [M, TOP_K] fp32
-    w,  # [num_experts, HIDDEN, WIDTH]; ROUNDED: the descriptor of [num_experts * HIDDEN, WIDTH
-    # padded], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
+    w,  # [num_experts, HIDDEN, WIDTH]; FP8 and not RESIDENT, or ROUNDED: the descriptor of
+    # [num_experts * HIDDEN, WIDTH (padded)], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a
+    # `PackedWeight`
     w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one per row of w
     out_ptr,  # [M, TOP_K, HIDDEN]
     sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
@@ -463,19 +461,19 @@ def _down_large_m_kernel(
                         E, BLOCK_M, BLOCK_N, REPEAT_N)  # fmt: skip
         return
     if ROUNDED or not E.PACKED:
-        _compute_down(h_ptr, h_scale_ptr, topk_weights_ptr, w, w_scale_ptr, out_ptr,
+        _compute_down(h, h_scale_ptr, topk_weights_ptr, w, w_scale_ptr, out_ptr,
                       sorted_token_ids_ptr, expert, begin, end, first_n, E, ROUNDED, BLOCK_M,
                       BLOCK_N, BLOCK_K, REPEAT_N, RESIDENT, NUM_STAGES)  # fmt: skip
     elif end - begin > BLOCK_M // 2:
-        _compute_packed_down(h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
+        _compute_packed_down(h, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
                              num_experts, begin, end, first_n, E, BLOCK_M, BLOCK_N, BLOCK_K,
                              NUM_STAGES, NUM_WARPS)  # fmt: skip
     elif end - begin > BLOCK_M // 4:
-        _compute_packed_down(h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
+        _compute_packed_down(h, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
                              num_experts, begin, end, first_n, E, BLOCK_M // 2, BLOCK_N, BLOCK_K,
                              NUM_STAGES, NUM_WARPS)  # fmt: skip
     else:
-        _compute_packed_down(h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
+        _compute_packed_down(h, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
                              num_experts, begin, end, first_n, E, BLOCK_M // 4, BLOCK_N, BLOCK_K,
                              NUM_STAGES, NUM_WARPS)  # fmt: skip
 
@@ -500,7 +498,6 @@ def experts_large_m(
         q, scale = round_activations(unquantized(x).contiguous(), E.GATE_UP)
         (w1, *_, w1_scale), (w2, *_, w2_scale) = w1, w2
         w1, w2 = (w.view(rounded_dtype(E.GATE_UP)) for w in (w1, w2))
-        w2 = TensorDescriptor.from_tensor(w2, [tile.down.block_n, tile.down.block_k])
         h, _ = empty_intermediate(num_pairs, q, E.DOWN.K_PACKED)
         h_scale = scale.new_empty(num_pairs, triton.cdiv(E.WIDTH, tile.gate_up.block_n))
     else:
@@ -511,9 +508,14 @@ def experts_large_m(
             tile = sizes.large_m(width=E.WIDTH, fp8=E.FP8)
         h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
     gate_up, down = tile.gate_up, tile.down
+    down_h = h
     if rounded or E.FP8:
         w1 = w1.view(-1, q.shape[1])
         w1 = TensorDescriptor.from_tensor(w1, [gate_up.block_n, gate_up.block_k])
+        if not tile.resident:
+            w2 = w2.view(-1, h.shape[1])
+            w2 = TensorDescriptor.from_tensor(w2, [down.block_n, down.block_k])
+            down_h = TensorDescriptor.from_tensor(h, [down.block_m, down.block_k])
     pairs = sort_pairs(topk_ids, first=first, count=count)
     shared = {"E": E, "ROUNDED": rounded, "EXPERTS_POW2": triton.next_power_of_2(count)}
     # upper bound of the number of tiles: the last tile of each expert may be partly empty
@@ -528,7 +530,7 @@ def experts_large_m(
     tiles_n = triton.cdiv(E.HIDDEN, down.block_n)
     repeat_n = gcd(tile.repeat_n, tiles_n)
     _down_large_m_kernel[(tiles_m * tiles_n // repeat_n,)](
-        h, h_scale, topk_weights, w2, w2_scale, out, *pairs, num_pairs, count,
+        down_h, h_scale, topk_weights, w2, w2_scale, out, *pairs, num_pairs, count,
         REPEAT_N=repeat_n, RESIDENT=tile.resident,
         **down.constants, **shared, **launch_options(device, maxnreg=down.maxnreg),
     )  # fmt: skip
