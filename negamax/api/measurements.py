@@ -1,17 +1,15 @@
 """Count requests and fill histograms. Each server process writes a row of shared numbers."""
 
-import tomllib
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.base.shared_numbers import SharedNumbers
+from negamax.base.tables import read_table
 from negamax.scheduler.request import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -24,9 +22,7 @@ _EVENTS = ("requests", "tool_calls")
 
 
 # The tables of metrics.toml, which describes them.
-METRICS: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
-)
+METRICS = read_table(__file__, "metrics.toml")
 HISTOGRAMS: dict[str, dict[str, str]] = METRICS["histograms"]
 _BOUNDS: dict[str, list[float]] = {
     key: METRICS["bounds"][table["bounds"]] for key, table in HISTOGRAMS.items()

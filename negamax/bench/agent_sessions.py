@@ -4,8 +4,6 @@ Answers contain thinking and tool calls. Tool results are excerpts of files. Aft
 answer ends the task, and the user sends the next task. Each request contains the whole history.
 """
 
-# ruff: noqa: SIM905 (word lists read better as text)
-
 import json
 import math
 import random
@@ -15,6 +13,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+from negamax.base.tables import read_table
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
@@ -22,40 +21,8 @@ STEPS_PER_TASK = (3, 9)  # Fewest and most assistant turns per user message.
 RESULT_SPREAD = (0.3, 1.7)  # Lengths of shortest and longest tool result / mean length.
 TWO_CALLS_SHARE = 0.25
 
-NOUNS = (
-    "cache parser request session buffer token index worker queue schema client header record "
-    "stream config router model batch "
-    "handler payload cursor registry adapter snapshot bucket channel ledger digest segment "
-    "fragment policy quota"
-).split()
-VERBS = (
-    "load merge check split flush open close update build find count apply store remove "
-    "render resolve collect encode"
-).split()
-_RULES = (
-    "Read a file before you change it.",
-    "Keep to the style of the code around a change.",
-    "Run the tests of the part that was touched, and show what failed.",
-    "Ask before anything is deleted or published.",
-    "Prefer a small change that can be understood over a large one that is clever.",
-    "Say what was not done, and why.",
-    "Use absolute paths in every call.",
-    "Do several independent look-ups in one go.",
-)
-_TOOLS: tuple[tuple[str, str, str], ...] = (
-    ("read_file", "Show lines of a file.", "path first_line:integer num_lines:integer"),
-    ("write_file", "Replace the content of a file, or make a new one.", "path content"),
-    ("edit_file", "Replace one passage of a file.", "path old new all:boolean"),
-    ("run_command", "Run a shell command and show its output.", "command timeout_s:number"),
-    ("search_text", "Find lines that match a pattern.", "pattern folder ignore_case:boolean"),
-    ("find_files", "List files by name.", "pattern folder"),
-    ("list_folder", "List a folder.", "path depth:integer"),
-    ("run_tests", "Run tests by name.", "names:array verbose:boolean"),
-    ("show_history", "Show the last changes of a file.", "path count:integer"),
-    ("fetch_page", "Read a page of documentation.", "url question"),
-    ("note_tasks", "Keep a list of what is to be done.", "tasks:array"),
-    ("ask_user", "Ask the user one question.", "question choices:array"),
-)  # Each tool: (name, description, fields as name:type). Fields without a type are strings.
+_TEXTS = read_table(__file__)
+NOUNS, VERBS = (_TEXTS[kind].split() for kind in ("nouns", "verbs"))
 
 
 @dataclass(frozen=True)
@@ -162,9 +129,9 @@ def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any
 
 
 def _tool(number: int) -> dict[str, Any]:
-    name, description, fields = _TOOLS[number % len(_TOOLS)]
-    if number >= len(_TOOLS):
-        name = f"{name}_{number // len(_TOOLS)}"
+    name, description, fields = _TEXTS["tools"][number % len(_TEXTS["tools"])]
+    if number >= len(_TEXTS["tools"]):
+        name = f"{name}_{number // len(_TEXTS['tools'])}"
     properties = {
         field: {"type": kind or "string", "description": f"The {field.replace('_', ' ')}."}
         | ({"items": {"type": "string"}} if kind == "array" else {})
@@ -220,7 +187,7 @@ def _prose(rng: random.Random, num_chars: int) -> str:
 
 def _system_prompt(rng: random.Random, num_chars: int) -> str:
     work = "You work in the user's repository through tools, step by step, until the task is done."
-    lines = [f"You are a coding agent. {work}\n", *(f"- {rule}" for rule in _RULES)]
+    lines = [f"You are a coding agent. {work}\n", *(f"- {rule}" for rule in _TEXTS["rules"])]
     size = sum(map(len, lines)) + len(lines)
     while size < num_chars:
         lines.append(f"- When you {rng.choice(VERBS)} a {rng.choice(NOUNS)}: {_sentence(rng)}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from negamax.base.tables import read_table
 from negamax.bench.report import environment
 from negamax.bench.workload import RandomPrompts, decode_batch
 from negamax.engine.core.loop import EngineLoop
@@ -23,48 +24,11 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# (operation, prefixes of kernel names). A kernel belongs to the first operation that matches.
-OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
-    ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
-    ("add + norm", ("_add_rms", "_sum_parts")),
-    ("embedding + norms of a draft", ("_embed_norms",)),
-    ("attention of a draft's block", ("_attend_block", "_merge_block")),
-    ("both ends of a step", ("_locate_kernel", "_place_kernel", "_embed_kernel", "_store_kernel")),
-    ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
-    ("rope of the vision tower", ("_rope_kernel",)),
-    ("attention", ("_decode", "_prefill", "_merge_prefill", "reduce_kernel")),
-    ("attention plan", ("_plan_decode", "_split_tiles")),
-    ("attention of shared caches", ("_own_selection", "_merge_partials")),
-    ("block selection", (
-        "_count_keys", "_plan_queries", "_own_blocks", "_select_decode", "_select_prefill",
-        "_merge_splits", "_merge_shards",
-    )),
-    ("block-sparse prefill", ("_unite", "_sparse_prefill")),
-    ("add + norm + router", ("_norm_route",)),
-    ("router", ("_route",)),
-    ("slots of experts", ("_place_experts",)),
-    ("experts, gate and up", ("_gate_up",)),
-    ("experts, down", ("_down",)),
-    ("MLP activation", ("_swiglu",)),
-    ("experts, sort", ("_sort_pairs", "_count_pairs")),
-    ("dense GEMMs", (
-        "_gemv_kernel", "_small_m_kernel", "_split_k_kernel", "_large_m_kernel",
-        "_packed_linear_kernel", "_packed_gemv_kernel", "_w8a8_linear_kernel", "nvjet", "gemm",
-        "gemv", "cutlass", "sm90_xmma", "splitKreduce",
-    )),
-    ("activation quantization", ("_quantize_kernel", "_round_kernel")),
-    ("dequantized weights", ("_dequantize_kernel",)),
-    ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
-    ("verification of drafts", ("_count_accepted", "_advance_rows", "_record_drafts")),
-    ("all-gather", ("_all_gather_kernel",)),
-    ("NCCL", ("nccl",)),
-    ("copies", ("Memcpy", "Memset")),
-    ("indexing", ("index", "vectorized_gather", "gather", "scatter")),
-    ("PyTorch elementwise", (
-        "vectorized_elementwise", "unrolled_elementwise", "elementwise", "reduce", "CatArray",
-    )),
-)  # fmt: skip
+# operation of operations.toml -> prefixes of the names of its kernels
+OPERATIONS = {
+    operation: tuple(prefixes.split())
+    for operation, prefixes in read_table(__file__, "operations.toml").items()
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +44,7 @@ class OperationTime:
 def operation_of(kernel: str) -> str:
     """Return the operation of a GPU kernel, or the kernel's short name."""
     name = _kernel_name(kernel)
-    found = (operation for operation, prefixes in OPERATIONS if name.startswith(prefixes))
+    found = (operation for operation, prefixes in OPERATIONS.items() if name.startswith(prefixes))
     return next(found, name)
 
 

@@ -1,11 +1,8 @@
 """Examples of examples.toml, for the help of each command and for the command reference."""
 
-import tomllib
-from pathlib import Path
+from negamax.base.tables import read_table
 
-EXAMPLES: dict[str, list[str]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+EXAMPLES: dict[str, list[str]] = read_table(__file__)
 
 
 def make_epilog(command: str) -> str:

@@ -4,13 +4,12 @@ A target defines the quantization config that the conversion writes to config.js
 `quantization` reads the format of each module from this config. This module does not import torch.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
+from negamax.base.tables import read_table
 from negamax.config.quantization import QuantizationSpec
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
@@ -89,8 +88,7 @@ def _read_target(name: str, table: dict[str, Any]) -> Target:
     return Target(name, table["summary"], table["error"], description)
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-TARGETS = {name: _read_target(name, table) for name, table in _TABLES.items()}
+TARGETS = {name: _read_target(name, table) for name, table in read_table(__file__).items()}
 
 
 def find_target(name: str) -> Target:

@@ -2,16 +2,16 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from negamax.base import env
+from negamax.base.tables import read_table
 from negamax.options.flags import Kind
 
+_TABLES = read_table(__file__)
 SERVER, BENCH = "options", "bench"  # Names of the tables in foreign.toml.
 # Values, in lower case, with which a foreign option turns no feature on.
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
@@ -64,7 +64,7 @@ Rule = Callable[[Foreign, Any, Mapping[str, str]], Translation]
 def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
     """Return other servers' options by name; `BENCH` selects options of their benchmarks."""
     found = {}
-    for group in _table()[table]:
+    for group in _TABLES[table]:
         unless = (*_NOTHING, *group.get("unless", "").split())
         rule = _RULES[group["rule"]] if "rule" in group else None
         details = (group.get("remedy"), unless, rule, group.get("argument", ""))
@@ -78,7 +78,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 def own_value(option: str, value: str) -> str:
     """Return Negamax's name of the other servers' `value` for the option field `option`."""
-    for own, names in _table()["values"].get(option, {}).items():
+    for own, names in _TABLES["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
     return value
@@ -87,13 +87,8 @@ def own_value(option: str, value: str) -> str:
 def explain_replacement(option: str, value: str) -> str | None:
     """Return why Negamax uses another method than `value`; None if it uses `value`."""
     own = own_value(option, value)
-    reason = _table()["replaced"].get(option)
+    reason = _TABLES["replaced"].get(option)
     return None if own == value or reason is None else f"{value} means {own}: {reason}"
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 # Rules

@@ -2,13 +2,12 @@
 
 import re
 import subprocess
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
+from negamax.base.tables import read_table
 from negamax.formats.platform import Platform, amd, nvidia
 
 MIB, GIB = 2**20, 2**30
@@ -31,7 +30,7 @@ class GpuModel:
 
 def _read_gpus() -> Iterator[GpuModel]:
     """Yield the GPUs of gpus.toml, which describes the columns."""
-    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    tables = read_table(__file__)
     more = {"multiprocessors": 304, "shared_memory": 65_536}
     platforms: list[Platform] = [nvidia(tuple(row[-1]), name=row[0]) for row in tables["nvidia"]]
     platforms += [amd(row[-1], name=row[0], **more) for row in tables["amd"]]

@@ -14,10 +14,8 @@ element of a list is reported. The length of a list is checked before its elemen
 import difflib
 import functools
 import re
-import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sized
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
@@ -32,13 +30,12 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from negamax.base.errors import InvalidRequestError
+from negamax.base.tables import read_table
 
 RequestT = TypeVar("RequestT", bound="RequestModel")
 ValueT = TypeVar("ValueT")
 
-_UNREAD: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("unread_fields.toml").read_text(encoding="utf-8")
-)
+_UNREAD = read_table(__file__, "unread_fields.toml")
 FOREIGN_FIELDS = frozenset(_UNREAD["foreign"].split())
 _MAX_CHECKED_FIELDS = 32  # At most this many unknown fields are checked for misspelling.
 
