@@ -24,15 +24,16 @@ from negamax.formats.tensor_format import ROWS, TensorFormat
 from negamax.quantization.awq import awq
 from negamax.quantization.fp8 import PACKED_NVFP4, fp8_blocks
 from negamax.quantization.gptq import gptq
-from negamax.quantization.integers import (
-    ACTIVATIONS,
-    OF_THE_QUANTIZER,
-    PACKED_BITS,
-    UNLESS_MORE,
-    group_size,
-    read_names,
+from negamax.quantization.integers import PACKED_BITS, group_size, read_names
+from negamax.quantization.scheme import (
+    Scheme,
+    canonicalize,
+    check_fields,
+    check_table,
+    read_fields,
+    refuse,
+    spellings,
 )
-from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
 # Layout -> allowed bits, function of (bits, group size) that returns the format. The layout
@@ -54,6 +55,7 @@ _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
     ("nv_fp", 4): (PACKED_NVFP4, NVFP4_GROUP),
 }
+_WEIGHTS_ONLY, _ = read_fields("weights_only")
 _PLAIN_BITS = 16  # Modules with 16 or more bits are not quantized.
 # Special characters of regular expressions, which module names do not contain.
 _META = frozenset("*+?^$|()[]{}\\")
@@ -61,15 +63,7 @@ _META = frozenset("*+?^$|()[]{}\\")
 
 def read(spec: QuantizationSpec) -> Scheme:
     spec = QuantizationSpec(spec.method, {"packing_format": _GPTQ, **spec.fields}, spec.source)
-    check_fields(
-        spec,
-        {"fmt": (None, "e4m3")},
-        beside=(
-            "activation_scheme", "bits", "block_name_to_quantize", "extra_config", "group_size",
-            "packing_format", "quant_block_list", "quant_method", "to_quant_block_names",
-            "weight_block_size", *UNLESS_MORE, *ACTIVATIONS, *OF_THE_QUANTIZER,
-        ),
-    )  # fmt: skip
+    check_table(spec, "auto_round")
     usual = _format(spec)
     by_name: dict[str, TensorFormat] = {}
     by_expression: list[tuple[re.Pattern[str], TensorFormat]] = []
@@ -109,7 +103,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     if data_type in ("fp", *(name for name, _ in _FLOATS)):
         return _floats(spec, data_type)
     spec = replace(spec, fields={**spec.fields, "data_type": data_type})
-    check_fields(spec, {"packing_format": tuple(_PACKINGS), **UNLESS_MORE})
+    check_fields(spec, {"packing_format": tuple(_PACKINGS), **_WEIGHTS_ONLY})
     allowed, make = _PACKINGS[spec.fields["packing_format"]]
     check_fields(spec, {"bits": allowed})
     return make(int(spec.fields["bits"]), group_size(spec))
@@ -118,7 +112,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
     """Return the format of FP8, FP4 or MX weights. The scheme may also quantize activations."""
     known = {
-        **UNLESS_MORE, "data_type": (spec.fields["data_type"],),
+        **_WEIGHTS_ONLY, "data_type": (spec.fields["data_type"],),
         "static_attention_dtype": (None, "fp8"),
     }  # fmt: skip
     check_fields(spec, {name: known[name] for name in known if name != "act_bits"})

@@ -14,17 +14,9 @@ from negamax.formats.tensor_format import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.integers import (
-    ACTIVATIONS,
-    OF_THE_QUANTIZER,
-    UNLESS_MORE,
-    group_name,
-    group_size,
-    make_group_dim,
-)
-from negamax.quantization.scheme import Scheme, check_fields, read_modules
+from negamax.quantization.integers import group_name, group_size, make_group_dim
+from negamax.quantization.scheme import Scheme, check_table, read_modules
 
-_VERSIONS = (None, "gemm", "GEMM")
 _WORD = Dim(Axis.ROWS, 8)  # one entry is a 32-bit word of 4-bit numbers in eight rows
 
 
@@ -50,19 +42,7 @@ def awq(size: int) -> TensorFormat:
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    check_fields(
-        spec,
-        {
-            "bits": (4,), "zero_point": (None, False, True), "version": _VERSIONS,
-            "format": _VERSIONS, "checkpoint_format": _VERSIONS, "method": (None, "awq"),
-            "desc_act": (None, False), "dynamic": (None, {}), "lm_head": (None, False),
-            **UNLESS_MORE,
-        },
-        beside=(
-            "group_size", "modules_to_not_convert", "quant_block_list", "quant_method",
-            "to_quant_block_names", *ACTIVATIONS, *OF_THE_QUANTIZER,
-        ),
-    )  # fmt: skip
+    check_table(spec, "awq")
     stored = awq(group_size(spec))
     # The head is never quantized. If `zero_point` is false, all stored zero points are 8.
     return Scheme.uniform(stored, (*read_modules(spec, "modules_to_not_convert"), "lm_head"))

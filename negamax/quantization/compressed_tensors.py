@@ -30,7 +30,6 @@ from negamax.formats.floats import (
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import (
-    COLUMNS,
     FLOATS,
     ROWS,
     Axis,
@@ -48,6 +47,7 @@ from negamax.quantization.integers import (
     cache_format,
     group_name,
     group_size,
+    int8_format,
     make_group_dim,
     make_group_index,
 )
@@ -55,6 +55,7 @@ from negamax.quantization.scheme import (
     Scheme,
     check_fields,
     check_kv_cache,
+    check_table,
     matches,
     read_modules,
     refuse,
@@ -64,19 +65,8 @@ _GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values for which files 
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    check_fields(
-        spec,
-        {
-            "format": (None, *_FORMATS, "mixed-precision", "dense"),
-            "quantization_status": (None, "compressed"),
-            "sparsity_config": (None, {}),
-            "moe_sparsity_config": (None, {}),
-        },
-        beside=(
-            "config_groups", "global_compression_ratio", "ignore", "kv_cache_scheme", "provider",
-            "quant_method", "transform_config", "version",
-        ),
-    )  # fmt: skip
+    check_table(spec, "compressed_tensors")
+    check_fields(spec, {"format": (None, *_FORMATS, "mixed-precision", "dense")})
     check_kv_cache(spec, "kv_cache_scheme")
     _check_transforms(spec)
     groups = spec.fields.get("config_groups")
@@ -264,14 +254,9 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
 @cache
 def int8(size: int) -> TensorFormat:
     """Return the int8 format with a scale per row and group of `size` columns (-1: all columns)."""
-    group = make_group_dim(size)
-    return TensorFormat(
+    return int8_format(
         f"int8_{group_name(size)}",
-        "int8",
-        (
-            StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
-            StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, group)),
-        ),
+        scale=(ROWS, make_group_dim(size)),
         rounding=Rounding() if size == -1 else None,
         regroup=None if size == -1 else int8,
     )

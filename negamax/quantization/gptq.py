@@ -19,10 +19,7 @@ from negamax.formats.tensor_format import (
     TensorFormat,
 )
 from negamax.quantization.integers import (
-    ACTIVATIONS,
-    OF_THE_QUANTIZER,
     PACKED_BITS,
-    UNLESS_MORE,
     cache_format,
     group_name,
     group_size,
@@ -30,7 +27,14 @@ from negamax.quantization.integers import (
     make_group_index,
     read_names,
 )
-from negamax.quantization.scheme import Scheme, check_fields, is_within, refuse, spellings
+from negamax.quantization.scheme import (
+    Scheme,
+    check_fields,
+    check_table,
+    is_within,
+    refuse,
+    spellings,
+)
 
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 
@@ -62,22 +66,7 @@ def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    check_fields(
-        spec,
-        {
-            "checkpoint_format": tuple(_VERSIONS),
-            "format": tuple(_VERSIONS),
-            "method": (None, "gptq"),
-            "is_marlin_format": (None, False),
-            "lm_head": (None, False, True),
-            **UNLESS_MORE,
-        },
-        beside=(
-            "bits", "block_name_to_quantize", "desc_act", "dynamic", "group_size",
-            "modules_in_block_to_quantize", "quant_block_list", "quant_method", *ACTIVATIONS,
-            *OF_THE_QUANTIZER,
-        ),
-    )  # fmt: skip
+    check_table(spec, "gptq")
     version = _VERSIONS[spec.fields.get("checkpoint_format") or spec.fields.get("format")]
     usual = _format(spec, version)
     rules = [
@@ -128,7 +117,6 @@ def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], Quan
         changed = QuantizationSpec(spec.method, dict(changes or {}), f"{spec.source}, {name}")
         is_skipped = pattern.startswith("-:")
         if not is_skipped:
-            known = ("bits", "desc_act", "group_size", *ACTIVATIONS, *OF_THE_QUANTIZER)
-            check_fields(changed, UNLESS_MORE, beside=known)
+            check_table(changed, "gptq_rule")
         whole = QuantizationSpec(spec.method, {**spec.fields, **changed.fields}, changed.source)
         yield is_skipped, expression, whole

@@ -1,9 +1,9 @@
 """Functions for all methods that store small integers with a scale per group of columns."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.tensor_format import (
@@ -23,28 +23,6 @@ from negamax.quantization.scheme import refuse
 P = ParamSpec("P")
 
 PACKED_BITS = (2, 4, 8)  # Supported bits per quantized weight, all divisors of 32.
-# Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
-OF_THE_QUANTIZER = (
-    "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
-    "damp_auto_increment", "damp_percent", "dataset", "do_fuse", "enable_alg_ext",
-    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config",
-    "fuse_max_seq_len", "gradient_accumulate_steps", "hyb_act", "iters", "low_gpu_mem_usage", "lr",
-    "max_input_length", "meta", "minmax_lr", "model_dtype", "model_file_base_name", "model_free",
-    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_to_fuse",
-    "mse", "nsamples", "pad_token_id", "provider", "quantizer", "scale_dtype", "seqlen",
-    "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
-    "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
-)  # fmt: skip
-# Allowed values of fields that AutoAWQ, GPTQModel and AutoRound write. Other values declare
-# quantized activations, rotated weights or scales of scales.
-UNLESS_MORE: Mapping[str, Sequence[object]] = {
-    "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
-    "pack_dtype": (None, "int32"), "rotation": (None,), "rotation_config": (None, {}),
-    "rotation_configs": (None, []), "static_attention_dtype": (None,), "super_bits": (None,),
-    "super_group_size": (None,), "sym": (None, False, True),
-}  # fmt: skip
-# These fields have no effect while activations are not quantized.
-ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
@@ -103,17 +81,21 @@ def make_group_index(
     )
 
 
-def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorFormat:
-    """Return the int8 format with a weight_scale per row or, if `scale` is ONE, per matrix.
+def int8_format(
+    name: str, *others: StoredTensor, scale: tuple[Dim, ...] = (ROWS,), **options: Any
+) -> TensorFormat:
+    """Return the int8 format whose weight_scale has the dimensions `scale`.
 
-    `others` are further stored tensors, which do not change the values.
+    `others` are further stored tensors, which do not change the values. `options` are fields of
+    `TensorFormat`.
     """
     return TensorFormat(
         name,
         "int8",
         (
             StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
-            StoredTensor("weight_scale", Role.SCALE, FLOATS, (scale,)),
+            StoredTensor("weight_scale", Role.SCALE, FLOATS, scale),
             *others,
         ),
+        **options,
     )

@@ -27,11 +27,12 @@ from negamax.formats.floats import (
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import ONE, ROWS, Axis, Dim, TensorFormat
-from negamax.quantization.integers import int8_rows
+from negamax.quantization.integers import int8_format
 from negamax.quantization.scheme import (
     Scheme,
     check_fields,
     check_kv_cache,
+    check_table,
     is_within,
     make_lookup,
     read_modules,
@@ -55,7 +56,7 @@ ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "MXFP8": (mxfp8(), (None, MX_GROUP)),
     "MXFP4": (mxfp4(), (None, MX_GROUP)),
     "W4A8_MXFP4_FP8": (add_input_scale(mxfp4(), "input_scale"), (None, MX_GROUP)),
-    "W8A16": (int8_rows("modelopt_int8_channel"), (None,)),
+    "W8A16": (int8_format("modelopt_int8_channel"), (None,)),
 }
 _MIXED = "MIXED_PRECISION"
 
@@ -68,20 +69,8 @@ def read(spec: QuantizationSpec) -> Scheme:
     algorithm = _upper(spec.fields.get("quant_algo"))
     is_plain = algorithm is None and "quant_algo" in spec.fields
     spec = replace(spec, fields={**spec.fields, "quant_algo": algorithm})
-    check_fields(
-        spec,
-        {
-            "quant_algo": (*ALGORITHMS, _MIXED, *((None,) if is_plain else ())),
-            "kv_cache_quant_algo": (None, "FP8"),
-            "has_zero_point": (None, False),
-            "pre_quant_scale": (None, False),
-        },
-        # fields without a check here; `config_groups` repeats the algorithm and adds the group size
-        beside=(
-            "config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_scheme",
-            "producer", "quant_method", "quantized_layers",
-        ),
-    )  # fmt: skip
+    check_table(spec, "modelopt")
+    check_fields(spec, {"quant_algo": (*ALGORITHMS, _MIXED, *((None,) if is_plain else ()))})
     check_kv_cache(spec, "kv_cache_scheme")
     if is_plain:
         return Scheme((), lambda _: PLAIN)

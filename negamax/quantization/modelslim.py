@@ -27,7 +27,7 @@ from negamax.formats.tensor_format import (
     TensorFormat,
 )
 from negamax.quantization.integers import group_name, group_size, make_group_dim
-from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse
+from negamax.quantization.scheme import Scheme, canonicalize, check_table, refuse
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
 # tensors that static quantization of activations adds to a matrix
@@ -99,17 +99,7 @@ _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 def read(spec: QuantizationSpec) -> Scheme:
     others = {name: said for name, said in spec.fields.items() if "." not in name}
-    check_fields(
-        QuantizationSpec(spec.method, others, spec.source),
-        {
-            "metadata": (None, {}), "fa_quant_type": (None, ""), "indexer_quant_type": (None, ""),
-            "reduce_quant_type": (None, ""), "ascend_quant_method": (None, "", "ascend"),
-        },
-        beside=(
-            "group_size", "is_rot_used", "kv_cache_type", "kv_quant_type", "model_quant_type",
-            "optional", "quant_method", "version",
-        ),
-    )  # fmt: skip
+    check_table(QuantizationSpec(spec.method, others, spec.source), "modelslim")
     formats: dict[str, TensorFormat] = {}
     for name, said in spec.fields.items():
         if name.endswith(".weight"):

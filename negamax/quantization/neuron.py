@@ -19,7 +19,7 @@ from negamax.formats.tensor_format import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.scheme import Scheme, check_fields, is_within, read_modules
+from negamax.quantization.scheme import Scheme, check_table, is_within, read_modules
 
 LARGEST = 240.0
 
@@ -40,11 +40,7 @@ NEURON_EXPERT_ROWS = _fp8("fp8_e4m3_240_channel_transposed", _TRANSPOSED, ROWS, 
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    check_fields(
-        spec,
-        {"weight_block_size": ([E4M3_GROUP, E4M3_GROUP],), "expert_scales": (None, "per_row")},
-        beside=("modules_to_not_convert", "quant_method"),
-    )
+    check_table(spec, "neuron")
     plain = read_modules(spec, "modules_to_not_convert")
     experts = NEURON_EXPERT_ROWS if spec.fields.get("expert_scales") else NEURON_BLOCKS
 

@@ -21,8 +21,15 @@ from negamax.formats.floats import (
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import FLOATS, ONE, ROWS, Known, Role, StoredTensor, TensorFormat
-from negamax.quantization.integers import int8_rows
-from negamax.quantization.scheme import Scheme, check_fields, is_within, read_modules, refuse
+from negamax.quantization.integers import int8_format
+from negamax.quantization.scheme import (
+    Scheme,
+    check_fields,
+    check_table,
+    is_within,
+    read_modules,
+    refuse,
+)
 
 _E4M3, _CACHE = "fp8_e4m3", "kv_cache_quant_config"
 _MXFP4 = {
@@ -39,28 +46,9 @@ _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    check_fields(
-        spec,
-        {
-            "layer_type_quant_config": (None, {}),
-            "softmax_quant_spec": (None,),
-            "quant_mode": (None, "eager_mode"),
-        },
-        beside=(
-            "algo_config", "exclude", "export", "global_quant_config", "kv_cache_post_rope",
-            _CACHE, "layer_quant_config", "quant_method", "version",
-        ),
-    )  # fmt: skip
+    check_table(spec, "quark")
     export = QuantizationSpec(spec.method, dict(spec.fields.get("export") or {}), "export")
-    check_fields(
-        export,
-        {
-            "weight_format": (None, "real_quantized"),
-            "pack_method": (None, "reorder", "order"),
-            "weight_merge_groups": (None, []),
-        },
-        beside=("kv_cache_group", "min_kv_scale"),
-    )
+    check_table(export, "quark_export")
     for step in spec.fields.get("algo_config") or ():
         name = step.get("name") if isinstance(step, Mapping) else step
         if name not in _FOLDED:
@@ -156,4 +144,4 @@ def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
         StoredTensor("input_zero_point", Role.ACTIVATION, numbers, (ONE,), optional=True),
     )
     name = f"quark_int8_{'channel' if by_row else 'tensor'}{'_static' if is_static else ''}"
-    return int8_rows(name, zero_point, *(activations if is_static else ()), scale=dim)
+    return int8_format(name, zero_point, *(activations if is_static else ()), scale=(dim,))

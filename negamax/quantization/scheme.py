@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from negamax.base.errors import ConfigError
+from negamax.base.tables import read_table
 from negamax.config import fields
 from negamax.config.quantization import QuantizationSpec, compile_pattern
 from negamax.formats.floats import PLAIN
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 V = TypeVar("V")
+
+_FIELDS = read_table(__file__, "fields.toml")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,26 @@ def check_fields(
             refuse(spec, name, spec.fields.get(name), f"{words} (no other value is supported)")
 
 
+@cache
+def read_fields(name: str) -> tuple[dict[str, tuple[object, ...]], tuple[str, ...]]:
+    """Return supported values by field, and other allowed fields, of a table of fields.toml."""
+    table = _FIELDS[name]
+    values: dict[str, tuple[object, ...]] = {}
+    for field, supported in table.get("values", {}).items():
+        is_optional = field.endswith("?")
+        values[field.removesuffix("?")] = ((None,) if is_optional else ()) + tuple(supported)
+    others = tuple(table.get("others", "").split())
+    for added in map(read_fields, table.get("with", "").split()):
+        values, others = values | added[0], others + added[1]
+    return values, others
+
+
+def check_table(spec: QuantizationSpec, name: str) -> None:
+    """Check all fields of `spec` with a table of fields.toml. Raises `ConfigError`."""
+    values, others = read_fields(name)
+    check_fields(spec, values, beside=others)
+
+
 def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
     """Return the module names in the fields `names` (lists or null). Raises `ConfigError`."""
     modules: list[str] = []
@@ -103,13 +126,7 @@ def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
         return
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an FP8 object, or null")
-    check_fields(
-        QuantizationSpec(spec.method, dict(said), name),
-        {
-            "num_bits": (8,), "type": ("float",), "strategy": (None, "tensor"),
-            "dynamic": (None, False), "symmetric": (None, True), "group_size": (None,),
-        },
-    )  # fmt: skip
+    check_table(QuantizationSpec(spec.method, dict(said), name), "kv_cache")
 
 
 def is_within(module: str, names: Sequence[str]) -> bool:
