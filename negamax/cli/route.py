@@ -13,9 +13,10 @@ from negamax.options.route import RouteOptions, list_servers
 HELP = """Route requests to one of several servers.
 
 The router sends a request to the server that has received the longest prefix of its prompt before.
-If the server with the longest prefix is too busy, the least busy server gets the request. A server
-that does not answer gets no requests. If a server fails before it begins to answer a request,
-another server gets the request. For prefill/decode pairs, use --prefill and --decode.
+With --kv-event-source, it sends the request to the server whose caches contain the longest prefix.
+If this server is too busy, the least busy server gets the request. A server that does not answer
+gets no requests. If a server fails before it begins to answer a request, another server gets the
+request. For prefill/decode pairs, use --prefill and --decode.
 """
 
 

@@ -76,6 +76,12 @@ def listens(endpoint: str) -> bool:
     return _OWN.match(endpoint) is not None
 
 
+def is_endpoint(address: str) -> bool:
+    """Return whether a subscriber can connect to `address`."""
+    found = _ADDRESS.fullmatch(address)
+    return found is not None and (not found[2] or (found[1] != "tcp://*" and int(found[2]) < 65536))
+
+
 def _shift_port(endpoint: str, rank: int) -> str:
     """Add `rank` to the port of an address, as vLLM does."""
     found = _ADDRESS.fullmatch(endpoint)

@@ -1,11 +1,13 @@
 """Options of `negamax route`."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.options.flags import check_options, option
+from negamax.options.kv_events import is_endpoint
 
 MAX_SERVERS = 64  # limit, because the router stores a table of prefixes per server
 
@@ -21,6 +23,17 @@ class RouteOptions:
     )
     decode: tuple[str, ...] = option(
         (), "Generate the answers to prefilled prompts on the server at this URL; may be repeated."
+    )
+    kv_event_source: tuple[str, ...] = option(
+        (),
+        "Read the KV events of a Negamax server, given as URL=ENDPOINT, to send the server the "
+        "prompts that its caches contain; may be repeated. Separate the endpoints of several "
+        "data-parallel ranks by commas.",
+    )
+    kv_event_replay_source: tuple[str, ...] = option(
+        (),
+        "Request KV events that the router has missed, given as URL=ENDPOINT, with an endpoint for "
+        "each endpoint of --kv-event-source; may be repeated.",
     )
     health_interval: float = option(
         1.0,
@@ -65,6 +78,53 @@ def list_servers(
         refusal = f"there are {len(found)} servers; allowed: {MAX_SERVERS}"
         raise ConfigError(refusal, hint="start several routers, and a router in front of them")
     return servers, prefillers
+
+
+@dataclass(frozen=True, slots=True)
+class EventAddress:
+    """The ZeroMQ addresses at which a rank of a server publishes KV events."""
+
+    endpoint: str
+    replay_endpoint: str | None
+
+
+def list_event_addresses(
+    options: RouteOptions, servers: Sequence[SplitResult]
+) -> dict[str, list[EventAddress]]:
+    """Return the addresses of the KV events by the URL of the server. Raises `ConfigError`."""
+    urls = {server.geturl() for server in servers}
+    sources = _read_sources("--kv-event-source", options.kv_event_source, urls)
+    replays = _read_sources("--kv-event-replay-source", options.kv_event_replay_source, urls)
+    for url, endpoints in replays.items():
+        if len(endpoints) != len(sources.get(url, ())):
+            refusal = f"--kv-event-replay-source has {len(endpoints)} addresses of {url}, and "
+            refusal += f"--kv-event-source has {len(sources.get(url, ()))}"
+            raise ConfigError(refusal, hint="give as many addresses in both options")
+    return {
+        url: list(map(EventAddress, endpoints, replays.get(url, [None] * len(endpoints))))
+        for url, endpoints in sources.items()
+    }
+
+
+def _read_sources(
+    name: str, values: tuple[str, ...], urls: Collection[str]
+) -> dict[str, list[str]]:
+    """Return the addresses of an option by URL."""
+    found: dict[str, list[str]] = {}
+    for value in values:
+        given, _, addresses = value.partition("=")
+        url = _parse_url(name, given).geturl()
+        if url not in urls or url in found:
+            problem = "is given twice" if url in found else "is not a server of this router"
+            raise ConfigError(f"{name}: {url} {problem}", hint="give each URL once")
+        found[url] = addresses.split(",")
+        for address in found[url]:
+            if not is_endpoint(address):
+                raise ConfigError(
+                    f"{name} has the address {address[:100]!r}",
+                    hint="give URL=tcp://HOST:PORT or URL=ipc://PATH",
+                )
+    return found
 
 
 def _parse_url(name: str, url: str) -> SplitResult:

@@ -13,7 +13,9 @@ import pytest
 from tests.e2e.api_support import CHAT
 from tests.e2e.conftest import Server, eventually, serving
 from tests.e2e.test_disaggregation import COMPLETIONS, post, serving_pair, tokens
+from tests.e2e.test_kv_event_stream import make_option
 from tests.forked_children import start
+from tests.ports import free_port
 
 READY = re.compile(r"ready: (\S+)/v1 has (\d) of (\d) servers")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -65,8 +67,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
     with ExitStack() as stack:
         servers = []
         for _ in range(2):
-            log_file = tmp_path_factory.mktemp("routed") / "log"
-            servers.append(stack.enter_context(serving(log_file=log_file, rate=200.0)))
+            log_file, port = tmp_path_factory.mktemp("routed") / "log", free_port()
+            events = make_option(port, replay_endpoint=f"tcp://127.0.0.1:{port + 1}")
+            servers.append(stack.enter_context(serving(events, log_file=log_file, rate=200.0)))
         yield servers[0], servers[1]
 
 
@@ -116,7 +119,9 @@ def test_answers_are_the_servers_byte_for_byte(
 
 def test_a_wrong_key_is_refused_by_the_server(tmp_path: Path) -> None:
     with (
-        serving("--api-key", "secret", log_file=tmp_path / "log", rate=200.0) as server,
+        serving(
+            "--api-key", "secret", "--api-key", "other", log_file=tmp_path / "log", rate=200.0
+        ) as server,
         routing(tmp_path, server.url) as router,
         router.http() as http,
     ):
@@ -125,6 +130,16 @@ def test_a_wrong_key_is_refused_by_the_server(tmp_path: Path) -> None:
             assert answer.status_code == 401 and "key" in answer.json()["error"]["message"]
             assert answer.headers["www-authenticate"] == "Bearer"
         assert http.post(MESSAGES, json=chat(), headers={"x-api-key": "secret"}).status_code == 200
+        # Prompts of two tenants have no common block.
+        found = [
+            http.post(f"{path}/kv_blocks", json=story(1), headers={"x-api-key": key}).json()
+            for path, key in zip(
+                (CHAT, MESSAGES, CHAT, CHAT), ("secret", "secret", "other", "secret"), strict=True
+            )
+        ]
+        blocks = [set(each["block_hashes"]) for each in found]
+        assert blocks[0] == blocks[1] == blocks[3] and not blocks[0] & blocks[2]
+        assert len(blocks[0]) == (found[0]["num_tokens"] - 1) // found[0]["block_size"] > 60
 
 
 def test_a_stored_response_is_found_on_its_server(router: Server) -> None:
@@ -218,6 +233,67 @@ def test_open_streams_end_before_the_router_does(
             assert eventually(lambda: "draining" in router.log)
             assert list(lines)[-2] == "data: [DONE]"
         assert router.process.wait(60) == 0
+
+
+@contextmanager
+def routing_by_events(folder: Path, *servers: Server) -> Iterator[Server]:
+    """Run a router that has replayed the events of `servers`."""
+    urls, sources = [server.url for server in servers], list[str]()
+    for server in servers:
+        for option, key in (("source", "endpoint"), ("replay-source", "replay_endpoint")):
+            (address,) = re.findall(rf" listen at {key} (\S+)$", server.log, re.M)
+            sources += [f"--kv-event-{option}", f"{server.url}={address}"]
+    with routing(folder, *urls, *sources) as router:
+        assert eventually(lambda: min(by_server(router, "kv_blocks").values()) > 0)
+        yield router
+
+
+def story(number: int, more: str = "", **fields: Any) -> dict[str, Any]:
+    return chat(f"{number} apples. " * 400 + more, max_tokens=2, **fields)
+
+
+def ask_cached(http: httpx.Client, path: str, body: dict[str, Any]) -> int:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return int(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
+
+
+def test_prompts_go_to_the_server_whose_events_tell_of_their_blocks(
+    pair: tuple[Server, Server], tmp_path: Path
+) -> None:
+    first, second = pair
+    with first.http() as emptied, second.http() as direct:
+        for at, http in enumerate((emptied, direct)):
+            assert ask_cached(http, CHAT, story(at)) < 100
+        with routing_by_events(tmp_path, *pair) as router, router.http() as http:
+
+            def add(path: str, body: dict[str, Any]) -> None:
+                before = by_server(router, "kv_blocks")[second.url]
+                assert ask_cached(direct, path, body) < 100
+                assert eventually(lambda: by_server(router, "kv_blocks")[second.url] > before + 60)
+
+            # The router has sent neither prompt.
+            assert min(ask_cached(http, CHAT, story(at, "More")) for at in (1, 0)) > 1000
+            hits = {first.url: 1, second.url: 1}
+            assert by_server(router, "requests") == by_server(router, "kv_event_hits") == hits
+            assert emptied.post("/flush_cache").status_code == 200
+            assert eventually(lambda: by_server(router, "kv_blocks")[first.url] == 0)
+            add(CHAT, story(0))
+            # The router has sent this prefix to the first server only.
+            assert ask_cached(http, CHAT, story(0, "More")) > 1000
+            for path, field in ((MESSAGES, ""), (COMPLETIONS, "prompt"), (RESPONSES, "input")):
+                body = story(2 + len(path))
+                if field:
+                    body |= {field: body.pop("messages")[0]["content"]}
+                if path == RESPONSES:
+                    body |= {"max_output_tokens": body.pop("max_tokens")}
+                add(path, body)
+                assert ask_cached(http, path, body) > 1000
+            assert ask_cached(http, CHAT, story(0, cache_salt="other")) < 100
+            assert by_server(router, "kv_event_hits") == {first.url: 1, second.url: 5}
+            assert by_server(router, "kv_event_losses") == {first.url: 0, second.url: 0}
 
 
 def test_one_server_prefills_and_the_other_decodes(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from negamax.api.router.kv_events import BlockIndex
 from negamax.base.errors import ConfigError
-from negamax.engine.core.kv_events import KEPT_STEPS, CacheMirror, EventBatch, EventPublisher
+from negamax.engine.core.kv_events import KEPT_STEPS, CacheMirror, EventPublisher
+from negamax.engine.kv_event_wire import EventBatch
 from negamax.options.engine import EngineOptions
 from negamax.options.kv_events import KvEventsConfig, listens
 from negamax.scheduler.cache_log import CacheLog
@@ -136,6 +138,7 @@ class EventTrace(FileTrace):
     def __init__(self, *limits: Any, **rules: Any) -> None:
         super().__init__(*limits, **rules)
         self.followers = {rank: (CacheMirror(), CacheView()) for rank in self.scheduler.ranks}
+        self.indexes = {rank: BlockIndex("") for rank in self.scheduler.ranks}  # of a router
         self.is_second = False
         self.counts = Counter[tuple[str, str | None]]()
 
@@ -155,7 +158,11 @@ class EventTrace(FileTrace):
             changes = rank.cache_log.take()
             events = [] if changes is None else mirror.apply(changes)
             if events:
-                batch = view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0)))
+                payload = msgspec.msgpack.encode(EventBatch(0.0, events, 0))
+                index = self.indexes[rank]
+                index.apply(index.next_number or 0, payload)
+                batch = view.apply(payload)
+                assert index._levels.keys() == set().union(*view.cached.values())
                 for event in batch.events:
                     if not isinstance(event, AllBlocksCleared):
                         self.counts[type(event).__name__, event.medium] += len(event.block_hashes)

@@ -13,11 +13,17 @@ from negamax.engine import wire
 from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine, SharedQueue
 from negamax.engine.client.open_request import OpenRequest
-from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, hash_blocks
+from negamax.engine.client.placement import (
+    NUM_COLUMNS,
+    TAG_SHIFT,
+    PrefixTable,
+    ReplicaLoad,
+    hash_blocks,
+)
 from negamax.engine.client.supervisor import check_same_device, make_replica_options
 from negamax.engine.wire import AddRequest, EngineStats, RankStats
 from negamax.options.engine import EngineOptions
-from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.scheduler import ROW_COST
 from negamax.scheduler.step import SequenceUpdate
 from tests.unit.test_open_request import in_loop
@@ -108,9 +114,7 @@ def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
             one.resize(replica, num_blocks=1000)
 
     def tags(tokens: Sequence[int], salt: str = "") -> list[int]:
-        fields = {"request_id": "r", "sampling": SamplingParams(), "cache_salt": salt}
-        request = GenerateRequest(prompt_token_ids=tuple(tokens), **fields)
-        return hash_blocks(request, block_size=BLOCK)
+        return [one >> TAG_SHIFT for one in hash_blocks(tokens, block_size=BLOCK, salt=salt)]
 
     long = prompt(0, 100)
     assert len(tags(long)) == 6 and len(tags(long[:96])) == 5 and tags(long[:16]) == []

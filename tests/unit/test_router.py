@@ -1,7 +1,7 @@
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +12,7 @@ from negamax.api.errors import ErrorMiddleware
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.router import servers as routed
 from negamax.api.router.app import RouterApp
+from negamax.api.router.kv_events import BlockIndex
 from negamax.api.router.prompt import RoutedPrompt, read_prompt
 from negamax.api.router.servers import OpenCall, ServerPool
 from negamax.base.errors import ConfigError, UnavailableError
@@ -33,6 +34,7 @@ PARAMS = {"do_remote_prefill": True, "remote_block_ids": [0, 1]}
 class FakeServer:
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
+        self.blocks = b""  # the answer of /kv_blocks
         self.health = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
         self.heads: list[str] = []
         self.bodies: list[bytes] = []
@@ -46,9 +48,10 @@ class FakeServer:
             self.heads.append(head)
             length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
             self.bodies.append(await reader.readexactly(length))
-            if self.answer == HANGS:
+            answer = self.blocks if "/kv_blocks " in head else self.answer
+            if answer == HANGS:
                 await asyncio.sleep(1000)
-            writer.write(self.answer)
+            writer.write(answer)
         writer.close()
 
 
@@ -128,9 +131,10 @@ def prompt(name: str, num_chunks: int = 10) -> RoutedPrompt:
     return read_prompt(body.encode(), sender=b"")
 
 
-def pool_of(count: int) -> ServerPool:
+def pool_of(count: int, indexes: Sequence[list[BlockIndex]] = ()) -> ServerPool:
     addresses = [urlsplit(f"http://127.0.0.1:{1000 + at}") for at in range(count)]
-    pool = ServerPool(addresses, role="both")
+    by_url = {address.geturl(): one for address, one in zip(addresses, indexes, strict=False)}
+    pool = ServerPool(addresses, role="both", indexes=by_url)
     for server in pool.servers:
         server.is_up = True
     return pool

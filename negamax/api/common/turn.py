@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
+from starlette.responses import Response
 
 from negamax.api.access import get_owner
 from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, ResponseT, start_source
@@ -22,7 +23,9 @@ from negamax.api.common.blocks import BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import ChatPrompt, Conversation
+from negamax.api.errors import build_json_response
 from negamax.api.http.request_threads import run_off_loop
+from negamax.api.schemas.answers import PromptBlocks
 from negamax.api.schemas.request_model import refuse
 from negamax.api.schemas.sampled_request import EngineRequest, SampledRequest
 from negamax.api.schemas.thinking import ReasoningPlace
@@ -36,8 +39,9 @@ from negamax.base.errors import (
 from negamax.config.grammar import Grammar
 from negamax.engine.client.open_request import OpenRequest, OpenRequests
 from negamax.engine.client.output import RequestOutput
+from negamax.engine.client.placement import hash_blocks
 from negamax.models.chat_format import ChatFormat, ReasoningState, may_call
-from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.request import ImageInput, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.grammar.tool_calls import tool_grammar
 from negamax.text.parser.events import ParserEvent
@@ -155,6 +159,24 @@ async def start_turn(
     )
     await start_source(request, source, has_grammar=grammar is not None)
     return StartedTurn(prompt, readers, source, turn.is_prompt_only)
+
+
+async def answer_blocks(
+    context: ApiContext,
+    request: ApiRequest[EngineRequest],
+    token_ids: Sequence[int],
+    images: Sequence[ImageInput] = (),
+) -> Response:
+    """Answer with the `PromptBlocks` of a prompt. `images` have no pixels."""
+    size, salt = context.engine.info.block_size, get_cache_salt(request)
+    # The hash of a block with an image depends on the pixels.
+    hashed = token_ids[: images[0].offset + 1] if images else token_ids
+
+    def answer() -> Response:
+        hashes = hash_blocks(hashed, block_size=size, salt=salt)
+        return build_json_response(PromptBlocks(len(token_ids), size, hashes))
+
+    return await run_off_loop(answer, num_bytes=request.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,10 @@
 """`negamax route`: one address in front of several servers.
 
-The router sends a request to the server that has received the longest prefix of the prompt before.
-A server selects a replica by the longest prefix, too. The router identifies a prompt by hashes of
-the prompt's JSON text. The router does not use the servers' KV events, because the events describe
-tokens, and the router has no tokenizer. Text hashes need no second connection and no setting, and
-work with any server. If a server has evicted a prompt, the server computes the prompt again.
+The router sends a request to the server whose caches contain the longest prefix of the prompt. A
+server selects a replica by the longest prefix, too. The router has two sources of prefixes:
+
+- Hashes of the JSON text that it sent. They work with any server, but evictions are not noticed.
+- KV events, which contain hashes of blocks of tokens. The router has no tokenizer, so it asks one
+  server for the block hashes of a prompt. The server renders a body as it would serve the body, and
+  its hashes include the tenant and the salt, so the router needs no rules for dialects and tenants.
 """

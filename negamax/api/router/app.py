@@ -3,7 +3,7 @@
 import asyncio
 import math
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from prometheus_client.exposition import choose_encoder
@@ -52,6 +52,10 @@ _BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, o
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # paths with remote prefill
 _STORED_PATH = "/v1/responses"  # A response is stored only by the server that created it.
+# paths with /kv_blocks, which returns the block hashes of a prompt
+_BLOCK_PATHS = _PAIRED_PATHS | {MESSAGES_PATH, _STORED_PATH}
+_PREVIOUS = "previous_response_id"  # Only the server that stored this response has the prompt.
+_LEAST_TOKENS = 512  # The prefix of a shorter prompt is not worth a request for its blocks.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _PARAMS_BYTES = 8 * 2**20  # Size limit of the answer of a prefilling server.
 _INLINE_BYTES = 32 * 1024  # Prompts of larger bodies are hashed in a thread.
@@ -104,7 +108,7 @@ class RouterApp:
                 return response
             self._lifecycle.check_accepting()
             request = await self._read(scope, receive, share)
-            return await run_while_connected(receive, self._relay(request))
+            return await run_while_connected(receive, self._place(request))
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except NegamaxError as error:
@@ -156,6 +160,28 @@ class RouterApp:
             prompt=prompt,
             request_id=scope["state"]["request_id"],
         )
+
+    async def _place(self, request: RoutedRequest) -> Response:
+        """Find the blocks of the prompt if servers publish theirs, and relay the request."""
+        server = self._pick_renderer(request)
+        if server is not None:
+            headers, body = request.headers, request.body
+            blocks = await server.find_blocks(request.path, headers=headers, body=body)
+            if blocks is not None:
+                num_tokens = blocks.num_tokens
+                prompt = replace(request.prompt, blocks=blocks, num_tokens=num_tokens)
+                request = replace(request, prompt=prompt)
+        return await self._relay(request)
+
+    def _pick_renderer(self, request: RoutedRequest) -> RoutedServer | None:
+        """Return the server to ask for the blocks of a prompt, or None if they have no use."""
+        prompt, path = request.prompt, request.path
+        if path not in _BLOCK_PATHS or not prompt.fields or _PREVIOUS in prompt.fields:
+            return None
+        if prompt.num_tokens < _LEAST_TOKENS:
+            return None
+        pools = filter(None, (self._pool, self._prefillers))
+        return next(filter(None, (pool.pick_renderer(prompt) for pool in pools)), None)
 
     async def _relay(self, request: RoutedRequest) -> Response:
         """Return the answer of a server. Raises `UnavailableError` if no server answers."""

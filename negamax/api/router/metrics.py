@@ -13,6 +13,9 @@ _METRICS = (  # Each entry has a kind, a name, an attribute of `RoutedServer` an
     (CounterMetricFamily, "retries", "num_retries", "Requests sent after another server failed."),
     (CounterMetricFamily, "failures", "num_failures", "Refused requests, and incomplete answers."),
     (CounterMetricFamily, "prefix_hits", "num_prefix_hits", "Requests with a known prefix."),
+    (CounterMetricFamily, "kv_event_hits", "num_event_hits", "Requests with a prefix in a cache."),
+    (CounterMetricFamily, "kv_event_losses", "num_event_losses", "Losses of KV events."),
+    (GaugeMetricFamily, "kv_blocks", "num_blocks", "Blocks in caches, by KV events."),
     (GaugeMetricFamily, "up", "is_up", "1 if a server gets requests."),
     (GaugeMetricFamily, "open", "num_open", "Requests that a server is answering."),
 )

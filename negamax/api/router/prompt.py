@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from negamax.api.schemas.answers import PromptBlocks
 from negamax.engine.client.placement import MAX_BLOCKS
 
 CHUNK_BYTES = 256  # Size of a hashed chunk of a prompt. A hash also covers all earlier chunks.
@@ -57,6 +58,7 @@ class RoutedPrompt:
     tags: Sequence[int] = ()  # Hashes of the prompt's full chunks.
     num_tokens: int = 0  # Approximate number of prompt tokens.
     fields: Fields | None = None  # Fields of the body, or None if the body is not an object.
+    blocks: PromptBlocks | None = None  # None if no server was asked for the prompt's blocks.
 
 
 def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:

@@ -3,6 +3,8 @@
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import chain, islice
 from urllib.parse import SplitResult
 
 from negamax.api.auth import is_loopback
@@ -10,12 +12,13 @@ from negamax.api.errors import ErrorMiddleware
 from negamax.api.http.lifecycle import Lifecycle, Signals
 from negamax.api.http.limited_server import LimitedServer
 from negamax.api.router.app import RouterApp
+from negamax.api.router.kv_events import EventReader
 from negamax.api.router.servers import ServerPool
 from negamax.api.server import build_bind_error, build_url, settle_garbage_collection
 from negamax.base.addresses import bind, resolve_host
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.options.route import RouteOptions
+from negamax.options.route import RouteOptions, list_event_addresses
 
 logger = get_logger(__name__)
 
@@ -51,10 +54,13 @@ async def serve_router(
     A server that is down at the start gets requests as soon as it answers.
     """
     signals = Signals()
-    pools = [ServerPool(servers, role="decode" if prefillers else "both")]
-    if prefillers:
-        pools.append(ServerPool(prefillers, role="prefill"))
-    with signals.watched():
+    addresses = list_event_addresses(options, [*servers, *prefillers])
+    with signals.watched(), closing(EventReader(chain(*addresses.values()))) as reader:
+        found = iter(reader.indexes)
+        indexes = {url: list(islice(found, len(ranks))) for url, ranks in addresses.items()}
+        pools = [ServerPool(servers, role="decode" if prefillers else "both", indexes=indexes)]
+        if prefillers:
+            pools.append(ServerPool(prefillers, role="prefill", indexes=indexes))
         try:
             await asyncio.gather(*(pool.probe() for pool in pools))
         except asyncio.CancelledError:

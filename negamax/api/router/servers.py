@@ -3,13 +3,19 @@
 import asyncio
 import ssl
 import time
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult
 
+import msgspec
+
 from negamax.api.http.connections import Connection, ConnectionPool
 from negamax.api.http.exchange import Exchange, Headers
+from negamax.api.router.kv_events import BlockIndex
 from negamax.api.router.prompt import CHUNK_TOKENS, RoutedPrompt
+from negamax.api.schemas.answers import PromptBlocks
 from negamax.base.errors import UnavailableError
 from negamax.base.log import get_logger
 from negamax.base.shared_numbers import SharedNumbers
@@ -27,19 +33,30 @@ _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
 # If a reused connection ends within this time after a request, the request is sent again.
 _CROSSED_SECONDS = 1.0
+_BLOCKS_SECONDS = 1.0  # Time limit of a request for the blocks of a prompt.
+_BLOCKS_BYTES = 2**22  # Size limit of its answer.
+_PAUSE_SECONDS = 5.0  # Time without such requests after a server did not answer one.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 
 class RoutedServer:
     """A server behind the router. Only the event loop changes this object."""
 
-    def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
-        """`role` is the value of a metrics label. Only the router writes `load`."""
+    def __init__(
+        self, address: SplitResult, *, role: str, load: ReplicaLoad, indexes: Sequence[BlockIndex]
+    ) -> None:
+        """`role` is the value of a metrics label. Only the router writes `load`. `indexes` follow
+        the KV events of the server's caches.
+        """
         self.url, self.role, self.load = address.geturl(), role, load
         self.is_up, self.num_open = False, 0
+        self._indexes = indexes
+        self._next_ask = 0.0  # Monotonic time before which the server is not asked for blocks.
+        self.open_prompts: dict[str, PromptBlocks] = {}  # by the name of the open request
         self.limits: set[asyncio.Timeout] = set()  # A failed probe ends these time limits.
         # Counters since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
+        self.num_event_hits = 0
         is_https = address.scheme == "https"
         self.connections = ConnectionPool(
             address.hostname or "",
@@ -48,6 +65,54 @@ class RoutedServer:
         )
         self._host = [(b"host", address.netloc.encode())]
         self._path = address.path.encode()
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self._indexes))
+
+    @property
+    def num_event_losses(self) -> int:
+        return sum(index.num_losses for index in self._indexes)
+
+    @property
+    def can_find_blocks(self) -> bool:
+        """Whether the router follows the server's cache, and may ask the server for blocks."""
+        is_live = any(index.is_live for index in self._indexes)
+        return is_live and time.monotonic() >= self._next_ask
+
+    async def find_blocks(self, path: str, *, headers: Headers, body: bytes) -> PromptBlocks | None:
+        """Ask the server for the blocks of a prompt. Return None if it does not answer in time."""
+        target = f"{path}/kv_blocks".encode()
+        try:
+            async with asyncio.timeout(_BLOCKS_SECONDS):
+                exchange = await self.send(b"POST", target, headers=headers, body=body)
+                with closing(exchange):
+                    answer = await exchange.read(max_bytes=_BLOCKS_BYTES)
+                if exchange.status == 200:
+                    found = msgspec.json.decode(answer, type=PromptBlocks)
+                    num_hashed = found.block_size * len(found.block_hashes)
+                    if found.block_size > 0 and num_hashed < found.num_tokens:
+                        return found
+                elif exchange.status < 500 and exchange.status != 404:
+                    return None  # The server will refuse the request itself, too.
+        except (UnavailableError, TimeoutError, msgspec.MsgspecError):
+            pass
+        self._next_ask = time.monotonic() + _PAUSE_SECONDS
+        return None
+
+    def count_cached(self, prompt: PromptBlocks | None) -> int | None:
+        """Return how many tokens of a prompt are in the server's caches, or None if unknown.
+
+        The prompts of open requests count as cached, because their events may arrive later.
+        """
+        live = [index for index in self._indexes if index.is_live]
+        if prompt is None or not live:
+            return None
+        hashes = prompt.block_hashes
+        cached = max(index.count_leading(hashes) for index in live)
+        others = self.open_prompts.values()
+        computed = (_count_common(hashes, other.block_hashes) for other in others)
+        return max([cached, *computed]) * prompt.block_size
 
     async def send(
         self, method: bytes, target: bytes, *, headers: Headers, body: bytes
@@ -118,15 +183,18 @@ class OpenCall:
     """A request that counts as open until `close`. Only the handler changes this object."""
 
     server: RoutedServer
-    num_tokens: int
-    num_pending: int  # estimated number of prompt tokens that `server` must compute
+    prompt: RoutedPrompt
+    num_pending: int  # number of prompt tokens that `server` probably computes
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self._name = str(id(self))
         self.server.num_open += 1
-        self.server.load.enter(self._name, context=self.num_tokens, pending=self.num_pending)
+        num_tokens = self.prompt.num_tokens
+        self.server.load.enter(self._name, context=num_tokens, pending=self.num_pending)
+        if self.prompt.blocks is not None:
+            self.server.open_prompts[self._name] = self.prompt.blocks
 
     def note_first_bytes(self) -> None:
         self.server.load.computed(self._name)
@@ -136,16 +204,35 @@ class OpenCall:
             self._is_open = False
             self.server.num_open -= 1
             self.server.load.leave(self._name)
+            self.server.open_prompts.pop(self._name, None)
+
+
+def _count_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Count the common leading blocks. Equal hashes mean that all earlier blocks are equal, too."""
+    places = range(min(len(left), len(right)))
+    return bisect_left(places, True, key=lambda at: left[at] != right[at])
 
 
 class ServerPool:
     """Servers that can answer the same requests. Only the event loop changes this object."""
 
-    def __init__(self, addresses: Sequence[SplitResult], *, role: str) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[SplitResult],
+        *,
+        role: str,
+        indexes: Mapping[str, Sequence[BlockIndex]] | None = None,
+    ) -> None:
+        """`indexes` by the URL of a server follow the KV events of the server's caches."""
         numbers = SharedNumbers(NUM_COLUMNS * len(addresses))
         self._prefixes = PrefixTable(SharedNumbers(MAX_BLOCKS, num_rows=len(addresses)))
         self.servers = [
-            RoutedServer(address, role=role, load=ReplicaLoad(numbers, replica=at, index=0))
+            RoutedServer(
+                address,
+                role=role,
+                load=ReplicaLoad(numbers, replica=at, index=0),
+                indexes=(indexes or {}).get(address.geturl(), ()),
+            )
             for at, address in enumerate(addresses)
         ]
 
@@ -172,18 +259,36 @@ class ServerPool:
                 code="no_server",
                 retry_after=_RETRY_SECONDS,
             )
-        at, num_pending = choose_replica(
-            [each.load for each in ready],
-            self._prefixes,
-            prompt.tags,
-            num_tokens=prompt.num_tokens,
-            block_size=CHUNK_TOKENS,
-        )
+        found = [each.count_cached(prompt.blocks) for each in ready]
+        cached = [
+            self._estimate_cached(each, prompt) if count is None else count
+            for each, count in zip(ready, found, strict=True)
+        ]
+        loads = [each.load for each in ready]
+        at, num_pending = choose_replica(loads, cached=cached, num_tokens=prompt.num_tokens)
         server = ready[at]
+        self._prefixes.add(prompt.tags, server.load.replica)
         server.num_requests += 1
         server.num_prefix_hits += num_pending < prompt.num_tokens
+        server.num_event_hits += bool(found[at])
         server.num_retries += bool(without)
-        return OpenCall(server, prompt.num_tokens, 0 if is_computed else num_pending)
+        return OpenCall(server, prompt, 0 if is_computed else num_pending)
+
+    def pick_renderer(self, prompt: RoutedPrompt) -> RoutedServer | None:
+        """Return the server to ask for the blocks of a prompt, or None if they have no use.
+
+        The server that got the longest prefix before has probably cached the prefix's tokens.
+        """
+        ready = self.list_ready()
+        able = [each for each in ready if each.can_find_blocks]
+        if len(ready) < 2 or not able:
+            return None
+        return max(able, key=lambda each: (self._estimate_cached(each, prompt), -each.num_open))
+
+    def _estimate_cached(self, server: RoutedServer, prompt: RoutedPrompt) -> int:
+        """Estimate the number of cached prompt tokens from the prompts that the router has sent."""
+        count = CHUNK_TOKENS * self._prefixes.matches(prompt.tags, server.load.replica)
+        return min(count, prompt.num_tokens)
 
     async def watch(self, interval: float) -> None:
         """Probe the servers every `interval` seconds until cancelled."""

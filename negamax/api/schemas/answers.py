@@ -73,6 +73,15 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # Text of the token.
 
 
+class PromptBlocks(Struct, frozen=True):
+    """The blocks of a prompt, by which a router finds servers that have the prompt in the cache."""
+
+    num_tokens: int  # Number of tokens in the prompt.
+    block_size: int  # Number of tokens in a block.
+    # Hashes as in KV events of the blocks before the first image. The last token is in no block.
+    block_hashes: list[int]
+
+
 # One object per prompt token, with token ids as keys. The first prompt token has null.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 

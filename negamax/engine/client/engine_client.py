@@ -22,6 +22,7 @@ from negamax.engine.client.output import ChoiceStream, TextReader, admit
 from negamax.engine.client.placement import (
     MAX_BLOCKS,
     NUM_COLUMNS,
+    TAG_SHIFT,
     PrefixTable,
     ReplicaLoad,
     choose_replica,
@@ -364,16 +365,15 @@ class AsyncEngine:
             possible = [self.replicas[named]]
             if not possible[0].alive:
                 raise possible[0].unavailable()
-        num_tokens, info = len(request.prompt_token_ids), self.info
-        tags = []
+        prompt, size, tags = request.prompt_token_ids, self.info.block_size, list[int]()
         if self._options.enable_prefix_caching:
-            tags = hash_blocks(request, block_size=info.block_size)
+            hashes = hash_blocks(prompt, block_size=size, salt=request.cache_salt)
+            tags = [each >> TAG_SHIFT for each in hashes]
         best, own = choose_replica(
             [replica.load for replica in possible],
-            self._prefixes,
-            tags,
-            num_tokens=num_tokens,
-            block_size=info.block_size,
-            num_ranks=info.data_parallel_size,
+            cached=[size * self._prefixes.matches(tags, replica.index) for replica in possible],
+            num_tokens=len(prompt),
+            num_ranks=self.info.data_parallel_size,
         )
+        self._prefixes.add(tags, possible[best].index)
         return possible[best], own

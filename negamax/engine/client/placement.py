@@ -6,8 +6,8 @@ The command `negamax route` uses the same functions to choose a server.
 from collections.abc import Iterable, Sequence
 
 from negamax.base.shared_numbers import SharedNumbers
+from negamax.engine.kv_event_wire import shorten_hashes
 from negamax.scheduler.prefix_cache import BlockHashes
-from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import ROW_COST, TOKENS_PER_COST
 from negamax.scheduler.step import SequenceUpdate
 
@@ -16,7 +16,7 @@ from negamax.scheduler.step import SequenceUpdate
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
 MAX_BLOCKS = 1 << 15  # Largest number of block hashes that are stored for a replica.
-_TAG_BYTES = 6  # Length of a stored block hash in bytes; a float64 stores 6-byte integers exactly.
+TAG_SHIFT = 16  # A stored hash has 64 - TAG_SHIFT bits, because a float64 stores 48 bits exactly.
 
 
 class ReplicaLoad:
@@ -103,32 +103,28 @@ class PrefixTable:
 
 
 def choose_replica(
-    candidates: Sequence[ReplicaLoad],
-    prefixes: PrefixTable,
-    tags: Sequence[int],
-    *,
-    num_tokens: int,
-    block_size: int,
-    num_ranks: int = 1,
+    candidates: Sequence[ReplicaLoad], *, cached: Sequence[int], num_tokens: int, num_ranks: int = 1
 ) -> tuple[int, int]:
-    """Choose the candidate with the lowest cost of a prompt, and record the prompt's blocks.
+    """Choose the candidate with the lowest cost of a prompt of `num_tokens` tokens.
 
-    The cost is the load plus the prompt tokens to compute. A replica with a longer cached prefix
-    wins if the prefix saves more tokens than the replica's extra load. Return the position of the
-    replica in `candidates`, and the number of prompt tokens that the replica probably computes.
+    `cached` contains the number of cached prompt tokens by candidate. The cost is the load plus the
+    prompt tokens to compute. A replica with a longer cached prefix wins if the prefix saves more
+    tokens than the replica's extra load. Return the position of the replica in `candidates`, and
+    the number of prompt tokens that the replica probably computes.
     """
-    own = [num_tokens - block_size * prefixes.matches(tags, each.replica) for each in candidates]
+    own = [num_tokens - count for count in cached]
     costs = [
         load.cost(tokens, num_ranks=num_ranks) for load, tokens in zip(candidates, own, strict=True)
     ]
     best = costs.index(min(costs))
-    prefixes.add(tags, candidates[best].replica)
     return best, own[best]
 
 
-def hash_blocks(request: GenerateRequest, *, block_size: int) -> list[int]:
-    """Return the hashes of the full blocks of a prompt, after dropping the last token."""
-    tokens = list(request.prompt_token_ids)
-    hashes = BlockHashes(tokens, block_size=block_size, salt=request.cache_salt)
-    num_blocks = (len(tokens) - 1) // block_size
-    return [int.from_bytes(hashes[index][:_TAG_BYTES], "big") for index in range(num_blocks)]
+def hash_blocks(token_ids: Sequence[int], *, block_size: int, salt: str) -> list[int]:
+    """Return the hashes of a prompt's full blocks, as in KV events, after dropping the last token.
+
+    Prompts without images have the hashes that the prefix cache uses.
+    """
+    hashes = BlockHashes(list(token_ids), block_size=block_size, salt=salt)
+    num_blocks = (len(token_ids) - 1) // block_size
+    return shorten_hashes([hashes[index] for index in range(num_blocks)])

@@ -8,7 +8,6 @@ drops changes and sends an `AllBlocksCleared` event, so subscribers never use st
 
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,55 +21,30 @@ import zmq
 
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
+from negamax.engine.kv_event_wire import (
+    END_OF_REPLAY,
+    FILES,
+    HOST,
+    KV,
+    SEQUENCE_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+    shorten_hashes,
+)
 from negamax.options.kv_events import KvEventsConfig, listens
 from negamax.scheduler.cache_log import CacheLog
-from negamax.scheduler.prefix_cache import HASH_BYTES, BlockHashes
+from negamax.scheduler.prefix_cache import BlockHashes
 
 logger = get_logger(__name__)
 
-# vLLM's names of the cache levels; "GPU" stands for the KV cache on any device.
-KV, HOST, FILES = "GPU", "CPU", "STORAGE"
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 # Number of steps for which the tokens of a removed block are kept, in case it is cached again.
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
 _MOST_BYTES = 65536  # Size limit of a frame that a subscriber sends.
-
-
-class KvEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """The base class of events. A message is a map whose "type" names the class of the event."""
-
-
-class BlockStored(KvEvent, kw_only=True):
-    """Consecutive blocks of a hash chain that the cache has stored."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None  # Hash of the block before the first block; None: no block.
-    token_ids: msgspec.Raw  # A list with the token ids of all blocks.
-    block_size: int
-    lora_id: None
-    medium: str
-    lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # By block: [cache salt] if it starts a chain.
-    group_idx: int
-    kv_cache_spec_kind: str
-
-
-class BlockRemoved(KvEvent):
-    block_hashes: list[int]
-    medium: str
-    group_idx: int
-
-
-class AllBlocksCleared(KvEvent):
-    pass
-
-
-class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    ts: float  # Seconds since 1970.
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +147,7 @@ class CacheMirror:
         if known:
             gone = [block_hash for block_hash in hashes if block_hash in known]
             self._cached[medium] -= known
-            yield BlockRemoved(block_hashes=_shorten(gone), medium=medium, group_idx=0)
+            yield BlockRemoved(block_hashes=shorten_hashes(gone), medium=medium, group_idx=0)
 
 
 def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockStored:
@@ -185,8 +159,8 @@ def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockS
     parent = run.hashes[place - 1] if place else run.parent
     has_salt = run.salt and not place
     return BlockStored(
-        block_hashes=_shorten(hashes),
-        parent_block_hash=None if parent is None else _shorten([parent])[0],
+        block_hashes=shorten_hashes(hashes),
+        parent_block_hash=None if parent is None else shorten_hashes([parent])[0],
         token_ids=tokens,
         block_size=size,
         lora_id=None,
@@ -200,11 +174,6 @@ def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockS
 
 def _encode_tokens(tokens: list[int]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(tokens))
-
-
-def _shorten(hashes: list[bytes]) -> list[int]:
-    """Shorten each hash to 64 bits, as in vLLM, because some subscribers read only integers."""
-    return array("Q", b"".join(hashes))[:: HASH_BYTES // 8].tolist()
 
 
 class EventPublisher:
@@ -277,7 +246,7 @@ class EventPublisher:
                 f"--kv-events-config: cannot {verb} {key} {address}: {error.strerror}",
                 hint="use another address",
             ) from error
-        logger.info("KV events of rank %d: %s %s %s", self._rank, key, verb, address)
+        logger.info("KV events of rank %d: %s %s %s", self._rank, verb, key, address)
 
     def _send_events(self) -> None:
         with self._events:
@@ -294,7 +263,7 @@ class EventPublisher:
             # Repeat the event of `start` for subscribers that have connected after `start`.
             events.insert(0, AllBlocksCleared())
             self._has_blocks = True
-        sequence = self.num_batches.to_bytes(8, "big")
+        sequence = self.num_batches.to_bytes(SEQUENCE_BYTES, "big")
         payload = zmq.Frame(self._encoder.encode(EventBatch(time.time(), events, self._rank)))
         self._events.send_multipart([self._topic, sequence, payload], copy=False)
         self._sent.append((sequence, payload))

@@ -11,15 +11,20 @@ from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import list_ids
 from negamax.api.common.answer import Choice, respond
-from negamax.api.common.api_request import check_sampling, get_cache_salt, read_api_request
+from negamax.api.common.api_request import (
+    ApiRequest,
+    check_sampling,
+    get_cache_salt,
+    read_api_request,
+)
 from negamax.api.common.blocks import BlockGrew, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.completion_writer import CompletionWriter
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation
+from negamax.api.common.conversation import ChatPrompt, Conversation
 from negamax.api.common.logprobs import convert_chat_logprobs, convert_prompt_logprobs
-from negamax.api.common.turn import StartedTurn, Turn, start_turn
+from negamax.api.common.turn import StartedTurn, Turn, answer_blocks, start_turn
 from negamax.api.dialects.chat import schema
 from negamax.api.errors import build_json_response
 from negamax.api.http.request_threads import run_off_loop
@@ -56,23 +61,39 @@ def make_chat_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
     async def render(http: Request) -> Response:
         """Return the text and the token ids of a conversation's prompt. Generate no answer."""
-        request = await read_api_request(context, http, schema.ChatRequest)
-        chat = request.params
-        model = context.model_name(chat.model)
-        _build_sampling(context, chat)
-        conversation = _build_conversation(chat, chat.offered_tools)
-        prompt = await context.prompts.chat(
-            conversation, num_bytes=request.num_bytes, cache_salt=get_cache_salt(request)
-        )
+        request, prompt = await _read_prompt(context, http)
         answer = schema.RenderedPrompt(
-            request_id=chat.answer_id("chatcmpl"),
-            model=model,
+            request_id=request.params.answer_id("chatcmpl"),
+            model=context.model_name(request.params.model),
             prompt=prompt.text,
             token_ids=prompt.token_ids,
         )
         return await run_off_loop(lambda: build_json_response(answer), num_bytes=request.num_bytes)
 
+    @router.post("/v1/chat/completions/kv_blocks", openapi_extra=body_schema)
+    async def kv_blocks(http: Request) -> Response:
+        """Return the block hashes of a conversation's prompt. Generate no answer."""
+        request, prompt = await _read_prompt(context, http)
+        return await answer_blocks(context, request, prompt.token_ids, prompt.images)
+
     return router
+
+
+async def _read_prompt(
+    context: ApiContext, http: Request
+) -> tuple[ApiRequest[schema.ChatRequest], ChatPrompt]:
+    """Read a request, and build its prompt without pixels."""
+    request = await read_api_request(context, http, schema.ChatRequest)
+    chat = request.params
+    context.model_name(chat.model)
+    _build_sampling(context, chat)
+    prompt = await context.prompts.chat(
+        _build_conversation(chat, chat.offered_tools),
+        num_bytes=request.num_bytes,
+        cache_salt=get_cache_salt(request),
+        needs_pixels=False,
+    )
+    return request, prompt
 
 
 def _build_sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from negamax.api.access import list_ids
 from negamax.api.common.answer import AnswerSource, Choice, respond
-from negamax.api.common.api_request import read_api_request
+from negamax.api.common.api_request import get_cache_salt, read_api_request
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.completion_writer import CompletionWriter
 from negamax.api.common.context import ApiContext
 from negamax.api.common.logprobs import TextLogprobWriter, convert_prompt_logprobs
-from negamax.api.common.turn import PlainPrompt, start_prompts
+from negamax.api.common.turn import PlainPrompt, answer_blocks, start_prompts
 from negamax.api.dialects.completions.schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.http.request_body import compute_max_chars
 from negamax.api.http.sse import encode_event
@@ -72,6 +72,15 @@ def make_completions_router(context: ApiContext) -> APIRouter:
             context, params, source, choices, answer_id=answer_id, model=model, prompts=token_ids
         )
         return await respond(context, request, writer)
+
+    @router.post("/v1/completions/kv_blocks", openapi_extra=body_schema)
+    async def kv_blocks(http: Request) -> Response:
+        """Return the block hashes of the first prompt. Generate no answer."""
+        request = await read_api_request(context, http, CompletionRequest)
+        context.model_name(request.params.model)
+        prompts, salt = request.params.prompt[:1], get_cache_salt(request)
+        (token_ids,) = await context.prompts.plain(prompts, cache_salt=salt)
+        return await answer_blocks(context, request, token_ids)
 
     return router
 

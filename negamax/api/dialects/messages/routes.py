@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from negamax.api.common.answer import respond
-from negamax.api.common.api_request import read_api_request
+from negamax.api.common.api_request import ApiRequest, read_api_request
 from negamax.api.common.blocks import (
     Block,
     BlockClosed,
@@ -20,9 +20,16 @@ from negamax.api.common.blocks import (
     BlockOpened,
 )
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation
+from negamax.api.common.conversation import ChatPrompt, Conversation
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turn import BlockAnswerWriter, StartedTurn, Turn, build_prompt, start_turn
+from negamax.api.common.turn import (
+    BlockAnswerWriter,
+    StartedTurn,
+    Turn,
+    answer_blocks,
+    build_prompt,
+    start_turn,
+)
 from negamax.api.dialects.messages import schema
 from negamax.api.dialects.messages.history import build_history
 from negamax.api.errors import build_json_response, log_failure
@@ -78,17 +85,29 @@ def make_messages_router(context: ApiContext) -> APIRouter:
     async def count_tokens(http: Request) -> Response:
         """Count the tokens of a conversation's prompt."""
         request = await read_api_request(context, http, schema.CountRequest)
-        context.model_name(request.params.model)
-        turn = await run_off_loop(
-            lambda: _build_turn(context, request.params, max_tokens=1, stop=[]),
-            num_bytes=request.num_bytes,
-        )
-        prompt = await build_prompt(context, request, turn, needs_pixels=False)
+        prompt = await _read_prompt(context, request)
         return build_json_response(
             schema.TokenCount(len(prompt.token_ids)), headers={"request-id": http.state.request_id}
         )
 
+    @router.post("/v1/messages/kv_blocks", openapi_extra=answer_schema)
+    async def kv_blocks(http: Request) -> Response:
+        """Return the block hashes of a conversation's prompt. Generate no answer."""
+        request = await read_api_request(context, http, schema.MessagesRequest)
+        prompt = await _read_prompt(context, request)
+        return await answer_blocks(context, request, prompt.token_ids, prompt.images)
+
     return router
+
+
+async def _read_prompt(context: ApiContext, request: ApiRequest[schema.CountRequest]) -> ChatPrompt:
+    """Build a prompt without pixels."""
+    context.model_name(request.params.model)
+    turn = await run_off_loop(
+        lambda: _build_turn(context, request.params, max_tokens=1, stop=[]),
+        num_bytes=request.num_bytes,
+    )
+    return await build_prompt(context, request, turn, needs_pixels=False)
 
 
 def _build_turn(

@@ -15,9 +15,9 @@ from negamax.api.common.answer import respond
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation
+from negamax.api.common.conversation import ChatPrompt, Conversation
 from negamax.api.common.peer_hosts import find_addresses
-from negamax.api.common.turn import Turn, build_prompt, start_turn
+from negamax.api.common.turn import Turn, answer_blocks, build_prompt, start_turn
 from negamax.api.dialects.responses.events import ResponseEventWriter
 from negamax.api.dialects.responses.history import build_history
 from negamax.api.dialects.responses.input_items import build_page
@@ -71,7 +71,19 @@ def make_responses_router(context: ApiContext) -> APIRouter:
     async def input_tokens(http: Request) -> Response:
         """Count the tokens of a response's prompt."""
         request = await _read(context, http)
-        return request if isinstance(request, Response) else await responses.count(request)
+        if isinstance(request, Response):
+            return request
+        _, prompt = await responses.build_prompt(request)
+        return build_json_response(InputTokenCount(len(prompt.token_ids)))
+
+    @router.post("/v1/responses/kv_blocks", openapi_extra=body_schema)
+    async def kv_blocks(http: Request) -> Response:
+        """Return the block hashes of a response's prompt. Generate no answer."""
+        request = await _read(context, http)
+        if isinstance(request, Response):
+            return request
+        whole, prompt = await responses.build_prompt(request)
+        return await answer_blocks(context, whole, prompt.token_ids, prompt.images)
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(http: Request, response_id: str) -> Response:
@@ -202,13 +214,14 @@ class _Responses:
             keep(response)
         return build_json_response(response)
 
-    async def count(self, request: ApiRequest[ResponsesRequest]) -> Response:
+    async def build_prompt(
+        self, request: ApiRequest[ResponsesRequest]
+    ) -> tuple[ApiRequest[ResponsesRequest], ChatPrompt]:
+        """Return the request with the size of its items, and its prompt without pixels."""
         self._context.model_name(request.params.model)
         prepared = await self._prepare(request)
-        prompt = await build_prompt(
-            self._context, prepared.request, prepared.turn, needs_pixels=False
-        )
-        return build_json_response(InputTokenCount(len(prompt.token_ids)))
+        whole, turn = prepared.request, prepared.turn
+        return whole, await build_prompt(self._context, whole, turn, needs_pixels=False)
 
     async def _prepare(self, request: ApiRequest[ResponsesRequest]) -> _Prepared:
         params, tenant = request.params, get_tenant(request.http)
