@@ -80,7 +80,9 @@ class _HubHandler(_Handler):
             return self.reply_json(self.server.served)
         if found := re.fullmatch(r"/api/models/lab/([\w.-]+)(/.*)?", path):
             return self.answer_about(found[1], found[2] or "")
-        found = re.fullmatch(rf"/lab/(model|cut|MiniMax-M2.7)/resolve/{COMMIT}/(.*)", path)
+        found = re.fullmatch(
+            rf"/lab/(model|cut|MiniMax-M2.7)/resolve/{COMMIT}/(.*)", path
+        ) or re.fullmatch(r"/datasets/lab/(data)/resolve/v1/(.*)", path)
         if found is None or found[2] not in self.server.files:
             return self.reply(404, {"X-Error-Code": "EntryNotFound"})
         body = self.server.files[found[2]]

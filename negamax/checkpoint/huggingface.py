@@ -1,5 +1,6 @@
 """Downloads from the Hugging Face hub into its cache, with the package `huggingface_hub`."""
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
 _IGNORED_FILES = ("*/*",)  # files in subfolders are not downloaded
+_DATA_FILE = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -45,6 +47,24 @@ def download(
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
+
+
+def fetch_data_file(address: str) -> Path:
+    """Return the local copy of a file of a data set. Download the file first if it is missing.
+
+    `address` is hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises `ConfigError`.
+    """
+    found = _DATA_FILE.fullmatch(address)
+    if found is None:
+        refusal = f"{address[:80]!r} is not the address of a file on the hub"
+        raise ConfigError(refusal, hint="use hf://datasets/OWNER/NAME/FILE or a local file")
+    from huggingface_hub import hf_hub_download
+
+    name, revision, file = found.groups()
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+    except Exception as error:  # exceptions of the hub's client and of its HTTP library
+        raise failure(error, f"data set {name!r}") from error
 
 
 def _has_weights(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from rich.progress import (
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
+from negamax.checkpoint.huggingface import fetch_data_file
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.examples import make_epilog
@@ -59,8 +60,10 @@ def accuracy(
     count: int | None = setting(
         None, "Solve this many problems per suite (default: all problems; needle 20).", min=1
     ),
-    data: Path | None = setting(
-        None, "Read the problems of gsm8k from this file, which is test.jsonl of GSM8K."
+    data: str | None = setting(
+        None,
+        "Read the problems of gsm8k from this file, which is test.jsonl of GSM8K, or from a copy "
+        "on the Hugging Face hub, such as hf://datasets/OWNER/NAME/test.jsonl.",
     ),
     max_tokens: int | None = setting(
         None, "Generate at most this many tokens per problem (default: 1024; gsm8k 16384).", min=1
@@ -72,11 +75,14 @@ def accuracy(
     """Solve problems with exact answers, and count the correct answers. MODEL defaults to `nano`.
     `--seed` selects the problems. `negamax bench compare` compares two files of `--json`.
     """
+    file = None
+    if data is not None:
+        file = fetch_data_file(data) if data.startswith("hf:") else Path(data)
     for name in suite or ():
         if reason := explain_unknown(name):
             raise ConfigError(f"--suite is {name[:60]!r}; {reason}")
         if name == GSM8K:  # Report an invalid file before the model is loaded.
-            load_problems(name, count, data=data)
+            load_problems(name, count, data=file)
     from negamax.engine.llm import LLM
     from negamax.evals.accuracy import run_suite  # imports torch
 
@@ -95,7 +101,7 @@ def accuracy(
                     bar.update(task, completed=done, total=total)
 
                 how: dict[str, Any] = {"seed": engine.seed, "temperature": temperature}
-                how |= {"data": data, "max_tokens": max_tokens}
+                how |= {"data": file, "max_tokens": max_tokens}
                 result = run_suite(llm, name, count=count, progress=show, **how)
             results.append(result.as_dict())
             rate = result.output_tokens / result.seconds

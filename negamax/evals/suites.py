@@ -125,7 +125,9 @@ def _read_gsm8k(file: Path | None) -> list[Problem]:
     """Read lines with a `question` and an `answer` that ends with #### and a number."""
     if file is None:
         raise InvalidRequestError(
-            f"{GSM8K} needs --data", hint="use the file test.jsonl of GSM8K", param="data"
+            f"{GSM8K} needs --data",
+            hint="use the file test.jsonl of GSM8K, or its copy on a hub (--help)",
+            param="data",
         )
     problems = []
     try:

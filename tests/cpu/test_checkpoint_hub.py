@@ -168,6 +168,31 @@ def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> 
         assert "give a local folder" in line
 
 
+ACCURACY = """
+import sys
+from negamax.cli.main import main
+for place in sys.argv[1:]:
+    print(main(["bench", "accuracy", "--suite", "gsm8k", "--count", "3", "--data", place]))
+"""
+
+
+def test_problems_come_from_the_hub(tmp_path: Path) -> None:
+    """Request more problems than the files have, so that no model is loaded."""
+    problem = b'{"question": "How many?", "answer": "#### 4"}\n'
+    folder = "hf://datasets/lab"
+    places = [f"{folder}/data@v1/{name}.jsonl" for name in ("one", "a/two", "none")]
+    places += [f"{folder}/data/one.jsonl", f"{folder}/one.jsonl"]
+    with TinyHub({"one.jsonl": problem, "a/two.jsonl": 2 * problem}) as hub:
+        environment = hub.environment | {"HF_HUB_CACHE": str(tmp_path)}
+        codes, log = run_code(ACCURACY, environment, *places)
+    assert hub.served == ["one.jsonl", "a/two.jsonl"] and codes.split() == ["2"] * 5
+    lines = log.splitlines()
+    assert "3 problems of gsm8k requested; the suite has 1" in lines[0]
+    assert "3 problems of gsm8k requested; the suite has 2" in lines[1]
+    assert all("data set 'lab/data' " in line for line in lines[2:4])
+    assert "use hf://datasets/OWNER/NAME/FILE or a local file" in lines[4]
+
+
 def test_interrupted_download_keeps_complete_files(hub: TinyHub, tmp_path: Path) -> None:
     hub.cuts = 100
     (line,) = resolve_all(hub.environment, tmp_path, "lab/cut")
