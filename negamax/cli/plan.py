@@ -28,8 +28,8 @@ from negamax.quantization import online
 
 HELP = """Show how to split MODEL over GPUs: memory, predicted times, and the command to run.
 
-The command reads only configuration files and needs no GPU. docs/parallelism.md compares predicted
-times with measurements.
+The command reads only configuration files and needs no GPU. docs/parallelism.md lists the errors
+of predicted times.
 """
 _MOST_GPUS = 64
 _MOST_ROWS, _MOST_REASONS = 6, 3  # Largest numbers of table rows and of reasons to print.
