@@ -22,7 +22,7 @@ DATASET_ALIASES = {
 FOREIGN_DATASETS = {
     **dict.fromkeys(
         ("random-mm", "random-image", "image", "mmmu", "custom_mm", "custom_image"),
-        "requests of this benchmark have text only; use random",
+        "write requests with images as JSONL, and use custom with --dataset-path",
     ),
     **dict.fromkeys(
         ("hf", "burstgpt", "sonnet", "spec_bench", "mooncake", "longbench_v2", "loogle"),

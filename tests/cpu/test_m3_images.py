@@ -270,7 +270,7 @@ def test_files_without_a_tower_serve_text(
     [
         ({}, "", ""),
         ({"encoder_cache_tokens": 0}, "INFO", "--encoder-cache-tokens is 0"),
-        ({"load_format": "synthetic", "data_parallel_size": 2}, "INFO", "weights are synthetic"),
+        ({"load_format": "synthetic"}, "", ""),
         ({"data_parallel_size": 2, "prefill_context_parallel_size": 2}, "", ""),
         (TRANSFER, "", ""),
     ],
@@ -285,3 +285,16 @@ def test_images_are_read_unless_a_reason_is_logged(
     assert found == ((0, True) if reason else (32_768, False))
     logged = [(each.levelname, each.message) for each in caplog.records if "images" in each.message]
     assert [name for name, _ in logged] == [level] * bool(reason) and reason in str(logged)
+
+
+def test_synthetic_weights_read_images(seeing: tuple[Any, Path]) -> None:
+    """Encode two images to rows that differ and have the variance of embeddings, which is 1."""
+    prompts = [Prompt([text(20), image(30, seed), text(3)]) for seed in (1, 2)]
+    with seeing_engine(seeing[1], load_format="synthetic") as engine:
+        first, second, again = engine.run(*prompts, prompts[0], prompt_logprobs=0)
+        encoder = engine.loop.executor._worker.runner.encoder
+        rows = encoder.rows[encoder.rows.any(dim=1)]
+    assert first.content == again.content and first.prompt_logprobs != second.prompt_logprobs
+    assert len(rows) == 60 and 0.7 < rows.std() < 1.4 and rows.std(dim=0).mean() > 0.5
+    bundled = locate(EngineOptions("minimax-m3", load_format="synthetic")).spec.vision
+    assert bundled is not None and bundled.image_token_id == 4121 == bundled.image_end_id - 5

@@ -48,7 +48,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         _LOADS,
         kv_dtype=options.kv_cache_dtype,
         index_dtype=options.index_cache_dtype,
-        encoder_tokens=options.encoder_cache_tokens if is_read else 0,
+        encoder_tokens=options.encoder_cache_tokens,
         max_model_len=context_length,
         max_num_seqs=options.sequences_per_step("cuda"),
         one_engine=one_engine,

@@ -302,8 +302,10 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
     folder = source.weights_folder
     if options.encoder_cache_tokens < ROWS_PER_PAGE:
         return f"--encoder-cache-tokens is {options.encoder_cache_tokens}"
-    if folder is None or options.script is not None:
-        return "the weights are synthetic"
+    if options.script is not None:
+        return "a script provides the answers"
+    if folder is None:
+        return None  # synthetic weights include the tower
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
     if rotation_file(read_json_object(folder / "config.json"), folder) is not None:

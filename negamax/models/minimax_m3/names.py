@@ -1,7 +1,8 @@
 """Tensor names of MiniMax-M3."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from negamax.config.vision import VisionSpec
 from negamax.formats.tensor_format import Axis
@@ -82,6 +83,12 @@ def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
     yield WeightSpec(DECODER.head, (spec.vocab_size, hidden), is_head=True)
     if spec.vision is not None:
         yield from _vision_weights(spec.vision)
+
+
+@cache
+def vision_shapes(vision: VisionSpec) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of the vision tower and the projector, by name."""
+    return {each.name: each.shape for each in _vision_weights(vision)}
 
 
 def _vision_weights(vision: VisionSpec) -> Iterator[WeightSpec]:
