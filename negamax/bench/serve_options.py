@@ -25,7 +25,10 @@ FOREIGN_DATASETS = {
         "write requests with images as JSONL, and use custom with --dataset-path",
     ),
     **dict.fromkeys(
-        ("hf", "burstgpt", "sonnet", "spec_bench", "mooncake", "longbench_v2", "loogle"),
+        (
+            *("hf", "burstgpt", "sonnet", "spec_bench", "speed_bench", "speed-bench", "mooncake"),
+            *("longbench_v2", "loogle", "timed_trace", "txt-slices", "agentic-trace"),
+        ),
         "this benchmark downloads nothing; write JSONL and use custom with --dataset-path",
     ),
     **dict.fromkeys(("random-rerank",), "the server has no rerank route; use random"),

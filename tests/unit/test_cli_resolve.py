@@ -245,6 +245,42 @@ def test_every_foreign_option_is_translated_or_refused(
         assert resolved.notes == [note] or sources == [name], name
 
 
+# Options of `vllm bench serve` (its page of 2026-09-08) and of SGLang's benchmark/serving.py that
+# have other names than options of ours.
+BENCHMARKS = """
+append-result asr-max-audio-len-sec asr-min-audio-len-sec bfcl-categories blazedit-max-distance
+blazedit-min-distance chat-template-kwargs custom-ensure-client-side-data disable-shuffle
+enable-multimodal-chat hf-name hf-output-len hf-split hf-subset input-len insecure logprobs
+lora-assignment lora-modules no-oversample no-reranker no-stream output-len plot-dataset-stats
+plot-timeline probe-request-rate ramp-up-end-rps ramp-up-start-rps ramp-up-strategy
+random-batch-size random-mm-base-items-per-request random-mm-bucket-config
+random-mm-limit-mm-per-prompt random-mm-num-mm-items-range-ratio request-id-prefix self-timed
+served-model-name skip-chat-template skip-tokenizer-init sonnet-input-len sonnet-output-len
+sonnet-prefix-len spec-bench-category spec-bench-output-len speed-bench-category
+speed-bench-dataset-subset speed-bench-output-len timed-trace-chunk-hash-size
+timed-trace-label-hash-ids timed-trace-label-input-length timed-trace-label-output-length
+timed-trace-label-timestamp timed-trace-sec-multiplier timeline-itl-thresholds tokenizer-mode
+trust-remote-code use-beam-search
+agentic-max-turns apply-chat-template cache-report dataset-offset disable-stream
+extra-request-body fake-prefill flush-cache flush-cache-timeout gsp-fast-prepare
+gsp-group-distribution gsp-num-groups gsp-num-turns gsp-ordered gsp-output-len
+gsp-prompts-per-group gsp-question-len gsp-range-ratio gsp-send-routing-key gsp-system-prompt-len
+gsp-zipf-alpha image-content image-count image-format image-resolution logprob-start-len lora-name
+lora-request-distribution lora-zipf-alpha mooncake-num-rounds mooncake-slowdown-factor
+mooncake-workload output-details output-file pd-separated plot-throughput print-requests
+profile-activities profile-by-stage profile-decode-url profile-num-steps profile-output-dir
+profile-prefill-url profile-prefix profile-stages profile-start-step profile-steps prompt-suffix
+random-image-count random-image-num-images random-image-resolution return-logprob
+return-routed-experts tag token-ids-logprob tokenize-prompt top-logprobs-num use-trace-timestamps
+warmup-requests"""
+
+
+def test_every_option_of_other_benchmarks_is_known() -> None:
+    options = options_of(find_command(GROUP, ["bench", "serve"])[0])  # type: ignore[arg-type]
+    known = {name for each in options for name in each.names} | set(foreign_options(BENCH))
+    assert [name for name in BENCHMARKS.split() if f"--{name}" not in known] == []
+
+
 @pytest.mark.parametrize(
     ("line", "resolved"),
     [
