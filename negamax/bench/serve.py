@@ -383,7 +383,7 @@ async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
     if sessions and all(record.error in _REFUSALS for record in load.records):
         first = load.records[0]
         error = f"{first.error}: {first.detail}".rstrip(": ")
-        raise NegamaxError(f"the server refuses the warm-up: {error}")
+        raise NegamaxError(f"the server refuses the warm-up request: {error}")
     load.reset()
 
 

@@ -32,7 +32,7 @@ def score_prompts(
                     requests.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
-            except EngineDeadError:  # if a rank died, the row is not at fault
+            except EngineDeadError:  # a lost rank caused this error, not the row
                 raise
             except Exception as error:
                 requests.fail(slot, error)

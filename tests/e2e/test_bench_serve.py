@@ -176,7 +176,7 @@ UNKNOWN = "--model other --num-prompts 2 --input-len 4 --output-len 2"
     ("line", "code", "message"),
     [
         ("--input-len 4000 --output-len 200", 2, "4200 tokens; the model's context length is 4096"),
-        (UNKNOWN, 1, "the server refuses the warm-up: HTTP 404"),
+        (UNKNOWN, 1, "the server refuses the warm-up request: HTTP 404"),
     ],
     ids=["context length", "unknown model"],
 )

@@ -295,7 +295,7 @@ def _select_decode_kernel(
     arrivals,  # [S] int32, number of finished programs; 0 between launches
     ids,  # [T, HEADS, TOPK], written: int32 block numbers; if RANKS > 1 int64 sort keys
     pages,  # [T, HEADS, TOPK] int32, written: pages of the selected blocks
-    own_blocks,  # [S, 2, own_width] as `OwnBlocks`, read only if RANKS > 1
+    own_blocks,  # [S, 2, own_width] tensor of `OwnBlocks`, used if RANKS > 1
     own_width,
     table_stride,
     stride,

@@ -138,7 +138,7 @@ def _select_prefill_kernel(
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64 sort keys, written if SPLITS > 1
     ids,  # as in `_merge_splits_kernel`, written if SPLITS is 1 or if all blocks are selected
     pages,  # [T, HEADS, TOPK] int32, written together with `ids`
-    own_blocks,  # this tensor and the next two are parts of `OwnBlocks`, read only if RANKS > 1
+    own_blocks,  # this tensor and the next two are parts of `OwnBlocks`, used if RANKS > 1
     held,
     width,
     table_stride,

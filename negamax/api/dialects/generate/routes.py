@@ -193,7 +193,7 @@ def _add_profile_routes(router: APIRouter, context: ApiContext) -> None:
 
 
 def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
-    """Return the id and the tenant of requests to abort. The value None matches all requests."""
+    """Return the id and the tenant of requests to abort; None matches every id or tenant."""
     if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
     if params.abort_all:
