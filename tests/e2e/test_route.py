@@ -1,9 +1,11 @@
 import json
+import random
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 from tests.e2e.api_support import CHAT
 from tests.e2e.conftest import Server, eventually, serving
 from tests.e2e.test_disaggregation import COMPLETIONS, post, serving_pair, tokens
-from tests.e2e.test_kv_event_stream import make_option
+from tests.e2e.test_kv_event_stream import catch_up, complete, make_option
 from tests.forked_children import start
 from tests.ports import free_port
+from tests.unit.event_support import Subscriber
 
 READY = re.compile(r"ready: (\S+)/v1 has (\d) of (\d) servers")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -294,6 +297,55 @@ def test_prompts_go_to_the_server_whose_events_tell_of_their_blocks(
             assert ask_cached(http, CHAT, story(0, cache_salt="other")) < 100
             assert by_server(router, "kv_event_hits") == {first.url: 1, second.url: 5}
             assert by_server(router, "kv_event_losses") == {first.url: 0, second.url: 0}
+
+
+def test_the_server_with_most_cached_tokens_is_chosen_while_blocks_are_evicted(
+    tmp_path: Path,
+) -> None:
+    """Compare the choices with the caches as an independent subscriber of both servers sees them.
+
+    One request runs at a time, so the load of both servers is equal.
+    """
+    rng = random.Random(8)
+    prefixes = [[rng.randrange(40, 250) for _ in range(560)] for _ in range(5)]
+    sizes = ("--num-kv-blocks=90", "--block-size=16", "--max-model-len=768")
+    found = []
+    with ExitStack() as stack:
+        servers, views = [], []
+        for at in range(2):
+            port = free_port()
+            events = make_option(port, replay_endpoint=f"tcp://127.0.0.1:{port + 1}")
+            # Only one server has a host tier.
+            options = (*sizes, events, *(["--kv-offloading-ratio=1"] if at else []))
+            servers.append(stack.enter_context(serving(*options, log_file=tmp_path / f"log {at}")))
+            views.append(stack.enter_context(Subscriber(f"tcp://127.0.0.1:{port}")))
+            http, number = stack.enter_context(servers[at].http()), count(50)
+            # The first events are lost if the subscriber is not connected yet.
+            while complete(http, [next(number)] * 17) or not views[at].receive(wait_ms=50):
+                pass
+            assert http.post("/flush_cache").status_code == 200
+            complete(http, prefixes[at])
+        router = stack.enter_context(routing_by_events(tmp_path, *servers))
+        http = stack.enter_context(router.http())
+        for number in range(40):
+            for server, view in zip(servers, views, strict=True):
+                catch_up(view, server)
+                known = {server.url: len(set().union(*view.view.cached.values()))}
+                assert eventually(
+                    lambda known=known: known.items() <= by_server(router, "kv_blocks").items()
+                )
+            prefix = rng.choice(prefixes)[: rng.randrange(530, 560)]
+            if number % 10 == 9:  # Another client's prompt changes one cache.
+                with servers[number % 2].http() as direct:
+                    complete(direct, prefix)
+                continue
+            prompt = [*prefix, *(rng.randrange(40, 250) for _ in range(80))]
+            best = max(each.view.count_found(prompt, 16) for each in views)
+            # The queued store of the last block may evict one block from main memory.
+            assert best - 16 <= complete(http, prompt) <= best
+            found.append(best)
+        assert min(by_server(router, "kv_event_hits").values()) > 5
+        assert len({best // 160 for best in found}) > 2, found  # Some prefixes were evicted.
 
 
 def test_one_server_prefills_and_the_other_decodes(tmp_path: Path) -> None:
