@@ -50,6 +50,7 @@ class Measurement:
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # Draft tokens counted in the server's /metrics.
     shape: dict[str, Any] | None = None  # Serving shape from /server_info; None if not reported.
+    retokenized: int | None = None  # Tokens of all texts by the tokenizer; None: no tokenizer.
 
 
 @dataclass
@@ -114,7 +115,18 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
     records = tuple(load.records)
     begin = min((record.started for record in records if record.started), default=0.0)
     seconds = max(max((record.ended for record in records), default=0.0) - begin, 1e-9)
-    return Measurement(server.model, records, seconds, notes, interrupted, drafts, server.shape)
+    retokenized = _count_again(options, records)
+    return Measurement(
+        server.model, records, seconds, notes, interrupted, drafts, server.shape, retokenized
+    )
+
+
+def _count_again(options: BenchOptions, records: Sequence[ResponseRecord]) -> int | None:
+    """Return the tokens of all answers' texts by the tokenizer, or None without --tokenizer."""
+    if options.tokenizer is None:
+        return None
+    encode = _tokenizer(options.tokenizer).encode
+    return sum(len(encode("".join(record.texts or ()))) for record in records if not record.error)
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
@@ -352,7 +364,7 @@ class _Load:
     async def _turn(
         self, turn: workloads.SessionTurn, number: int, *, collect: bool
     ) -> TurnResponse:
-        record = ResponseRecord(number)
+        record = ResponseRecord(number, texts=None if self._options.tokenizer is None else [])
         reader = ResponseReader(record, collect=collect, running_usage=self._server.running_usage)
         async with self._room:
             body = msgspec.json.encode({**turn.body, **self._fields})

@@ -157,6 +157,7 @@ class ResponseRecord:
     finish_reason: str | None = None
     error: str | None = None  # Short reason of a failure.
     detail: str = ""  # The server's error message.
+    texts: list[str] | None = None  # Pieces of text and reasoning; None: not kept.
 
     def fail(self, reason: str, detail: str = "") -> None:
         """Record the first failure."""
@@ -297,13 +298,14 @@ class ResponseReader:
             delta = choice.delta
             if choice.finish_reason is not None:
                 self.record.finish_reason = choice.finish_reason
-            found = found or bool(choice.token_ids)
-            if delta is None:
-                found = found or bool(choice.text)
-                continue
-            text = delta.content or delta.reasoning_content or delta.reasoning
-            found = found or bool(text or delta.tool_calls)
-            if self.message is not None:
+            text = choice.text
+            if delta is not None:
+                text = delta.content or delta.reasoning_content or delta.reasoning
+                found = found or bool(delta.tool_calls)
+            found = found or bool(choice.token_ids or text)
+            if text and self.record.texts is not None:
+                self.record.texts.append(text)
+            if delta is not None and self.message is not None:
                 _extend(self.message, delta)
         return found
 

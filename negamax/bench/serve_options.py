@@ -119,8 +119,8 @@ class BenchOptions:
     )
     tokenizer: str | None = option(
         None,
-        f"Use this tokenizer to draw prompt ids and to count ShareGPT answers. Set a folder, "
-        f"a hub id, or {QUOTED_NAMES}.",
+        f"Use this tokenizer to draw prompt ids, and to count tokens of ShareGPT and of "
+        f"generated texts. Set a folder, a hub id, or {QUOTED_NAMES}.",
     )
     prompt_format: str = option(
         "auto",

@@ -157,7 +157,11 @@ def test_sharegpt_and_recorded_requests(server: Server, bench: Bench, tmp_path: 
     found = bench.measure(server.url, line, "--tokenizer", "nano")
     assert len(set(found["output_lens"])) == 1 and 8 <= found["output_lens"][0] <= 30
     assert "the file's 1 requests were repeated" in bench.out
+    counts = found["total_output_tokens_retokenized"], found["total_output_tokens"]
+    assert counts[0] == pytest.approx(counts[1], rel=0.3)
+    assert f"Total generated tokens (retokenized):    {counts[0]}\n" in bench.out
     estimated = bench(server.url, line)["output_lens"][0]
+    assert "retokenized" not in bench.out
     assert estimated == pytest.approx(found["output_lens"][0], rel=0.6)
 
     recorded = tmp_path / "requests.jsonl"
