@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from negamax.base.errors import ConfigError
 
@@ -53,6 +53,10 @@ class Flag:
         values = f" ({', '.join(self.choices)})" if self.choices else ""
         also = f" [also: {', '.join(self.also)}]" if self.also else ""
         return f"{self.help}{values}{also}"
+
+    @property
+    def has_limits(self) -> bool:
+        return (self.least, self.most, self.above) != (None, None, None)
 
     @property
     def limits(self) -> str:
@@ -118,8 +122,7 @@ def check_options(options: Any) -> None:
             continue
         if flag.is_json and not isinstance(value, dict):
             raise ConfigError(f"{name} is {value!r}; allowed: a JSON object, {{key: value}}")
-        has_limits = (flag.least, flag.most, flag.above) != (None, None, None)
-        if has_limits and not flag.allows(value):
+        if flag.has_limits and not flag.allows(value):
             shown = f"{value:g}" if isinstance(value, float) else value
             raise ConfigError(f"{name} is {shown}; allowed: {flag.limits}")
 
@@ -135,10 +138,3 @@ def check_keys(
                 f"{flag} has the unknown key {key[:60]!r}; known: {', '.join(sorted(known))}",
                 hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
             )
-
-
-def refuse_key(
-    flag: str, key: str, value: object, allowed: str, hint: str | None = None
-) -> NoReturn:
-    """Raise `ConfigError` for an invalid value of a key in the JSON object of a flag."""
-    raise ConfigError(f"{flag}: {key} is {repr(value)[:80]}; allowed: {allowed}", hint=hint)

@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys, refuse_key
+from negamax.options.json_options import check_json, refuse_key
 
 _FLAG = "--kv-events-config"
 _refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
-_LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
-_MOST = 2**31 - 1  # largest value of a ZeroMQ option, which is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
 _NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
 # The publisher listens at addresses that match `_OWN`, and connects to all other addresses.
@@ -37,18 +35,14 @@ class KvEventsConfig:
 
         Return None if neither "enable_kv_cache_events" nor "publisher": "zmq" enables publishing.
         """
+        check_json(_FLAG, given)
         known = {field.name for field in fields(KvEventsConfig)}
-        check_keys(_FLAG, given, known, also={"enable_kv_cache_events", "publisher"})
         is_enabled = given.get("enable_kv_cache_events")
         if type(is_enabled) not in (bool, type(None)):
             _refuse("enable_kv_cache_events", is_enabled, "true or false")
         publisher = given.get("publisher") or ("zmq" if is_enabled else "null")
         if publisher not in _PUBLISHERS:
             _refuse("publisher", publisher, " or ".join(_PUBLISHERS))
-        for key, least in _LEAST.items():
-            value = given.get(key, least)
-            if type(value) is not int or not least <= value <= _MOST:
-                _refuse(key, value, f"a whole number, {least} to {_MOST}")
         if not isinstance(given.get("topic", ""), str):
             _refuse("topic", given["topic"], "a string")
         config = KvEventsConfig(**{key: value for key, value in given.items() if key in known})

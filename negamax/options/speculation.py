@@ -6,44 +6,19 @@ from functools import partial
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys, refuse_key
+from negamax.options.json_options import check_json, refuse_key, rules_of
 
 EAGLE3, DSPARK, DFLASH, NGRAM = "eagle3", "dspark", "dflash", "ngram"
 METHODS = (EAGLE3, DSPARK, DFLASH, NGRAM)
 DEFAULT_DRAFT_TOKENS = 3
-# k draft tokens need k + 1 queries, and block-sparse attention supports at most 16 queries.
-MAX_DRAFT_TOKENS = 15
-MAX_LOOKUP = 32
 
 _FLAG = "--speculative-config"
 _refuse = partial(refuse_key, _FLAG)
 _METHOD_NAMES = {"[ngram]": NGRAM, "ngram_gpu": NGRAM}
-_DRAFT_KEYS = {
-    "model", "revision", "eagle_aux_hidden_state_layer_ids", "draft_lm_head_quantization",
-    "draft_sample_method",
-}  # fmt: skip
-_NGRAM_KEYS = {"prompt_lookup_min", "prompt_lookup_max"}
+_RULES = rules_of(_FLAG)
+MAX_DRAFT_TOKENS: int = _RULES["num_speculative_tokens"]["most"]
 _SYNTHETIC_KEYS = {"synthetic_acceptance_length", "synthetic_acceptance_rates"}
 _LENGTH_KEYS = {"num_speculative_tokens", "num_draft_tokens"}
-_KEYS = {
-    "method", "adaptive", "rejection_sample_method", "draft_tensor_parallel_size", *_LENGTH_KEYS,
-    *_DRAFT_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
-}  # fmt: skip
-_DRAFT_RUNS = "a draft model runs like its target model, in the same steps and graphs"
-# keys of vLLM that never change an answer, with the reason why Negamax ignores each key
-_WITHOUT_EFFECT = {
-    **dict.fromkeys(("enforce_eager", "disable_padded_drafter_batch"), _DRAFT_RUNS),
-    **dict.fromkeys(("attention_backend", "moe_backend", "kv_cache_dtype"), _DRAFT_RUNS),
-    "disable_eagle_block_drop": "drafts never cause blocks of the prefix cache to be dropped",
-    "use_local_argmax_reduction": "each rank sends its best token instead of its logits",
-    "quantization": "the files of a draft model state its quantization",
-    "code_revision": "code in a checkpoint is never run",
-    "draft_load_config": "a draft model is loaded like its target model",
-    "num_speculative_tokens_per_batch_size": "the draft length is chosen from measured times",
-    "max_model_len": "a draft model has the context length of its target model",
-    "enable_adaptive_verification": "all sequences of a batch have the same draft length",
-    "dspark_draft_topk": "the Markov matrices of DSpark apply to all tokens of the vocabulary",
-}
 _REJECTION_METHODS = {
     "standard": "standard", "strict": "standard", "probabilistic": "standard",
     "block": "standard", "synthetic": "synthetic",
@@ -102,26 +77,18 @@ class SpeculationConfig:
     def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> "SpeculationConfig":
         """Read `--speculative-config`. A null value means a missing key. Raises `ConfigError`."""
         given = {key: value for key, value in fields.items() if value is not None}
+        notes = check_json(_FLAG, given)
         method = _method(given)
-        notes = tuple(f"{_FLAG}: {key} has no effect: {_WITHOUT_EFFECT[key]}"
-                      for key in given if key in _WITHOUT_EFFECT)  # fmt: skip
-        _check_keys(given, method)
+        _check_owners(given, method)
         # SGLang's num_draft_tokens also counts the token before the draft
-        rows = _integer(given, "num_draft_tokens", DEFAULT_DRAFT_TOKENS + 1, None)
-        count = _integer(given, "num_speculative_tokens", max(1, rows - 1), MAX_DRAFT_TOKENS)
-        ranks = _integer(given, "draft_tensor_parallel_size", tensor_parallel_size, None)
+        rows = given.get("num_draft_tokens", DEFAULT_DRAFT_TOKENS + 1)
+        count = given.get("num_speculative_tokens", max(1, rows - 1))
+        if count > MAX_DRAFT_TOKENS:
+            _refuse("num_draft_tokens", rows, f"at most {MAX_DRAFT_TOKENS + 1}")
+        ranks = given.get("draft_tensor_parallel_size", tensor_parallel_size)
         if ranks not in (1, tensor_parallel_size):
             _refuse("draft_tensor_parallel_size", ranks, f"1, or {tensor_parallel_size}, the "
                     "size of the target model")  # fmt: skip
-        adaptive = given.get("adaptive", True)
-        if not isinstance(adaptive, bool):
-            _refuse("adaptive", adaptive, "true or false")
-        head = given.get("draft_lm_head_quantization")
-        if head not in (None, "fp8"):
-            _refuse("draft_lm_head_quantization", head, "fp8")
-        sampling = given.get("draft_sample_method", "greedy")
-        if sampling not in ("greedy", "probabilistic"):
-            _refuse("draft_sample_method", sampling, "greedy, probabilistic")
         low, high = _lookup(given)
         rates = _synthetic_rates(given, count)
         return SpeculationConfig(
@@ -129,11 +96,11 @@ class SpeculationConfig:
             count,
             is_default_method="method" not in given,
             is_default_length=not _LENGTH_KEYS & given.keys() and rates is None,
-            adaptive=adaptive,
-            model=_text(given, "model") if method != NGRAM else None,
-            revision=_text(given, "revision"),
-            draft_lm_head_quantization=head,
-            draft_sample_method=sampling,
+            adaptive=given.get("adaptive", True),
+            model=given.get("model") if method != NGRAM else None,
+            revision=given.get("revision"),
+            draft_lm_head_quantization=given.get("draft_lm_head_quantization"),
+            draft_sample_method=given.get("draft_sample_method", "greedy"),
             aux_layer_ids=_layer_ids(given),
             prompt_lookup_min=low,
             prompt_lookup_max=high,
@@ -144,7 +111,7 @@ class SpeculationConfig:
 
 def _method(given: Mapping[str, Any]) -> str:
     """Return the method; if its key is missing, derive it from the draft model, as vLLM does."""
-    method, model = _text(given, "method"), _text(given, "model")
+    method, model = given.get("method"), given.get("model")
     if method is None:
         if model is None:
             hint = f'give "method": one of {", ".join(METHODS)}'
@@ -160,23 +127,18 @@ def _method(given: Mapping[str, Any]) -> str:
     return method
 
 
-def _check_keys(given: Mapping[str, Any], method: str) -> None:
-    other = _DRAFT_KEYS - {"model"} if method == NGRAM else _NGRAM_KEYS
+def _check_owners(given: Mapping[str, Any], method: str) -> None:
+    other = "draft models" if method == NGRAM else f"method {NGRAM}"
     for key in given:
-        if key in other:
-            owner = f"method {NGRAM}" if key in _NGRAM_KEYS else "draft models"
-            refusal = f"{_FLAG} has {key}, which is for {owner}; the method is {method}"
+        if _RULES.get(key, {}).get("owner") == other:
+            refusal = f"{_FLAG} has {key}, which is for {other}; the method is {method}"
             raise ConfigError(refusal, hint=f"leave {key} out")
-    check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT.keys())
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
     """Return the fewest and most tokens of n-gram lookup. A single given limit sets both limits."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
-    low, high = (
-        _integer({key: either, **given}, key, 5, MAX_LOOKUP)
-        for key in ("prompt_lookup_min", "prompt_lookup_max")
-    )
+    low, high = given.get("prompt_lookup_min", either), given.get("prompt_lookup_max", either)
     if low > high:
         _refuse("prompt_lookup_min", low, f"at most prompt_lookup_max, which is {high}")
     return low, high
@@ -224,21 +186,3 @@ def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _integer(given: Mapping[str, Any], key: str, default: int, most: int | None) -> int:
-    if key not in given and (most is None or default <= most):
-        return default
-    value = given.get(key, default)
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        _refuse(key, value, "1 or more" if most is None else f"1 to {most}")
-    return int(value)
-
-
-def _text(given: Mapping[str, Any], key: str) -> str | None:
-    value = given.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        _refuse(key, value, "a non-empty string")
-    return str(value)

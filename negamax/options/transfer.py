@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys, flag_name, refuse_key
+from negamax.options.flags import flag_name
+from negamax.options.json_options import check_json, refuse_key
 
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
@@ -36,24 +37,6 @@ _STORES = (
 _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_KEYS = {
-    "kv_connector",
-    "kv_role",
-    "kv_load_failure_policy",
-    "kv_ip",
-    "kv_port",
-    "kv_connector_extra_config",
-}
-# keys of vLLM for other connectors, or for buffers that Negamax does not need
-_WITHOUT_EFFECT = {
-    "engine_id",
-    "kv_buffer_device",
-    "kv_buffer_size",
-    "kv_rank",
-    "kv_parallel_size",
-    "enable_permute_local_kv",
-    "enable_cross_layers_blocks",
-}
 _SPLITS = (
     "num_replicas",
     "nnodes",
@@ -62,9 +45,6 @@ _SPLITS = (
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
-_TIMES = {"lease_seconds", "timeout_seconds"}
-_EXTRA_KEYS = {*_TIMES, "allowed_hosts"}
-_EXTRA_WITHOUT_EFFECT = {"backends", "num_threads", "enforce_handshake_compat"}
 
 
 def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None]:
@@ -129,34 +109,26 @@ class KvTransferConfig:
             if connector not in (*_ELSEWHERE, *_STORES) or role != BOTH:
                 _refuse("kv_connector", connector, ", ".join((*LANES, *_ELSEWHERE)))
             return None
-        check_keys(_FLAG, given, _KEYS, also=_WITHOUT_EFFECT)
+        check_json(_FLAG, given)
         extra = given.get("kv_connector_extra_config", {})
-        if not isinstance(extra, dict):
-            _refuse("kv_connector_extra_config", extra, "a JSON object")
-        check_keys(
-            f"{_FLAG} kv_connector_extra_config", extra, _EXTRA_KEYS, also=_EXTRA_WITHOUT_EFFECT
-        )
-        policy = given.get("kv_load_failure_policy", FAIL)
-        if policy not in (FAIL, RECOMPUTE):
-            _refuse("kv_load_failure_policy", policy, f"{FAIL}, {RECOMPUTE}")
-        port = given.get("kv_port", PORT)
-        if type(port) is not int or not 1 <= port <= 65535:
-            _refuse("kv_port", port, "1 to 65535")
+        check_json(f"{_FLAG} kv_connector_extra_config", extra)
         host = given.get("kv_ip", "127.0.0.1")
         try:
             ipaddress.ip_address(host if isinstance(host, str) else "")
         except ValueError:
             _refuse("kv_ip", host, "an IPv4 or IPv6 address of this machine")
-        seconds = {}
-        for name in _TIMES & extra.keys():
-            if not isinstance(extra[name], int | float) or not 0.1 <= extra[name] <= 86400:
-                _refuse(name, extra[name], "0.1 to 86400")
-            seconds[name] = float(extra[name])
         hosts = extra.get("allowed_hosts", [])
         if not isinstance(hosts, list) or not all(map(_is_host, hosts)):
             _refuse("allowed_hosts", hosts, "a list of addresses, networks and names")
-        lane, allowed = LANES[connector], tuple(hosts)
-        return KvTransferConfig(role, lane, host, port, policy, allowed_hosts=allowed, **seconds)
+        return KvTransferConfig(
+            role,
+            LANES[connector],
+            host,
+            port=given.get("kv_port", PORT),
+            failure_policy=given.get("kv_load_failure_policy", FAIL),
+            allowed_hosts=tuple(hosts),
+            **{name: float(extra[name]) for name in extra if name.endswith("_seconds")},
+        )
 
 
 def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
