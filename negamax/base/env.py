@@ -104,9 +104,10 @@ def find_variables(*prefixes: str) -> dict[str, str]:
 
 
 def digest_code() -> str:
-    """Return a digest of the package's Python and C code, in hexadecimal."""
+    """Return a digest of the package's Python code, C code and tables, in hexadecimal."""
     found, root = hashlib.blake2b(digest_size=8), Path(__file__).parents[1]
-    for path in sorted((*root.rglob("*.py"), *root.rglob("*.c"))):
+    files = (file for file in root.rglob("*.*") if file.suffix in (".py", ".c", ".toml"))
+    for path in sorted(files):
         found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()
 
