@@ -57,7 +57,7 @@ async def check_endpoints(
         try:
             model = await find_model(client)
         except CheckFailure:
-            model = "default"  # `_ask` for /v1/models reports this failure again
+            model = "default"  # the check of /v1/models reports the failure
     asked = (_ask(client, name, model, deadline, required) for name in ENDPOINTS)
     states = await asyncio.gather(*asked)
     client.close()

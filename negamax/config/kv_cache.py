@@ -97,7 +97,7 @@ def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> N
 def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
     """Return the number of tokens above which sharded index keys make a decode step faster.
 
-    The number includes the tokens of all sequences of the step. At this number, the exchange
+    The tokens of all sequences of the step are counted. At this number, the exchange
     between ranks takes as long as reading the index keys of other ranks.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)

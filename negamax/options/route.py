@@ -26,13 +26,13 @@ class RouteOptions:
     )
     kv_event_source: tuple[str, ...] = option(
         (),
-        "Read the KV events of a Negamax server, given as URL=ENDPOINT, to send the server the "
+        "Read the KV events of a Negamax server (URL=ENDPOINT) to send the server the "
         "prompts that its caches contain; may be repeated. Separate the endpoints of several "
         "data-parallel ranks by commas.",
     )
     kv_event_replay_source: tuple[str, ...] = option(
         (),
-        "Request KV events that the router has missed, given as URL=ENDPOINT, with an endpoint for "
+        "Request missed KV events from a server (URL=ENDPOINT), with an endpoint for "
         "each endpoint of --kv-event-source; may be repeated.",
     )
     health_interval: float = option(

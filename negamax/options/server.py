@@ -158,7 +158,7 @@ class ServerOptions:
         least=0,
     )
     engine_restart_window: float = option(
-        600.0, "Set the period of --max-engine-restarts, in seconds.", above=0, is_seconds=True
+        600.0, "Count engine restarts over this many seconds.", above=0, is_seconds=True
     )
     engine_hang_timeout: float = option(
         300.0,

@@ -75,7 +75,7 @@ class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written_places: list[int]  # host blocks to write to files
     written_hashes: list[bytes]  # file name (hash) for each written host block
     read_hashes: list[bytes]  # names (hashes) of the files to read into host blocks
-    read_places: list[int]  # the host block for each read file
+    read_places: list[int]  # the host block for each file of `read_hashes`
     used_hashes: list[bytes] = []  # names of the files to mark as recently used
     deletes_all: bool = False  # whether to delete all files after the writes
 

@@ -23,7 +23,7 @@ class ReplicaLoad:
     """The load that all server processes put on one replica. Each process writes its own row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
-        """Use `NUM_COLUMNS` columns of `numbers` for the replica, and write to row `index` only."""
+        """Read the columns of the replica in `numbers`; write only to their row `index`."""
         self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS

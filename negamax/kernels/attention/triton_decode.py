@@ -282,7 +282,7 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether each multiprocessor has shared memory for two programs with SPLIT_KV."""
+    """Return whether two programs of one launch fit into a multiprocessor's shared memory."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024
