@@ -7,6 +7,7 @@ contains the words for typer and the source of each value. The words use one nam
 
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from negamax.cli.words import (
     take_model,
 )
 from negamax.options.flags import Flag, Kind
-from negamax.options.foreign import explain_replacement, foreign_options, own_value
+from negamax.options.foreign import SERVER, explain_replacement, foreign_options, own_value
 from negamax.options.nodes import KEY_VARIABLE
 
 PREFIX = "NEGAMAX_"
@@ -38,6 +39,13 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _BOOLEANS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 _MODEL_NAMES = ("--model", "--model-path")
 _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
+_OTHER_SERVERS = ("VLLM_", "SGLANG_", "SGL_", "ATOM_", "AITER_", "HCCL_", "LMCACHE_")
+# Variables of other servers that Negamax reads without an option.
+_READ_LATER = (
+    "VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+)  # fmt: skip
+# Variables that Kubernetes sets for a service, such as one called `vllm`.
+_SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP|SCTP)\w*")
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
     resolved.choices = _choose(levels, names)
     resolved.notes += _replaced_values(levels, names)
     resolved.notes += _misspelled_variables(options)
+    resolved.notes += _unknown_variables(names) if table == SERVER else []
     chosen = [word for choice in resolved.choices.values() for word in choice.words]
     resolved.words = [*path, *chosen, *line.positional, *line.after_dashes]
     return resolved
@@ -194,6 +203,20 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
         and not _is_service_link(name, text)
         and (suggestion := nearest(name, known))
     ]
+
+
+def _unknown_variables(names: OptionNames) -> list[str]:
+    """Return a note about variables of other servers that foreign.toml does not list, or []."""
+    unknown = [
+        name
+        for name, text in env.find_variables(*_OTHER_SERVERS).items()
+        if f"--{name}" not in names.foreign and name not in _READ_LATER
+        if not _SERVICE_LINK.fullmatch(name) and not _is_service_link(name, text)
+    ]
+    if not unknown:
+        return []
+    verb = "has" if len(unknown) == 1 else "have"
+    return [f"{', '.join(unknown)} {verb} no effect: unknown to Negamax"]
 
 
 # Other servers' options

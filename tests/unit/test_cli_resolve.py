@@ -193,6 +193,22 @@ def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> Non
     ]
 
 
+def test_unknown_variables_of_other_servers_are_named_in_one_line(
+    explained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "VLLM_NEW_THING": "1", "SGLANG_PP_COMM_OVERLAP": "1", "VLLM_USE_MODELSCOPE": "True",
+        "VLLM_SERVICE_HOST": "10.0.0.1", "VLLM_PORT_8000_TCP_PORT": "8000", "NCCL_DEBUG": "INFO",
+        "VLLM_ROCM_USE_AITER": "1",
+    }  # fmt: skip
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    _, notes = explained("nano")
+    aiter, unknown = notes.splitlines()
+    assert aiter.startswith("note: VLLM_ROCM_USE_AITER has no effect: kernels are chosen")
+    assert unknown.startswith("note: SGLANG_PP_COMM_OVERLAP, VLLM_NEW_THING have no effect: ")
+
+
 LFS, MLX = "version https://git-lfs.github.com/spec/v1\n", {"group_size": 64, "bits": 4}
 M2 = json.loads((EMBEDDED["nano"] / "config.json").read_text())
 
