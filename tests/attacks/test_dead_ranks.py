@@ -72,9 +72,7 @@ def test_stopped_rank_makes_the_server_unready(mortal_ranks: Server) -> None:
 
 
 @pytest.mark.parametrize("part", [pytest.param("engine", marks=pytest.mark.full), "rank"])
-def test_streams_of_a_part_that_was_stopped_end_with_all_tokens(
-    mortal_ranks: Server, part: str
-) -> None:
+def test_streams_of_a_stopped_part_end_with_all_tokens(mortal_ranks: Server, part: str) -> None:
     wait_until_ready(mortal_ranks)
     engine = mortal_ranks.engine_pid()
     victim = engine if part == "engine" else ranks_of(engine)[1]

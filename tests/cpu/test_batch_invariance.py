@@ -85,9 +85,7 @@ def test_decode_rows_do_not_depend_on_batch(family: str, dtype: torch.dtype, thr
 
 
 @every_kind
-def test_chunks_and_decodes_have_bits_of_one_pass(
-    family: str, dtype: torch.dtype, threads: int
-) -> None:
+def test_chunks_and_decodes_equal_one_pass(family: str, dtype: torch.dtype, threads: int) -> None:
     # If decode uses the prefill kernel, single tokens of M2 may run as decodes.
     whole, pieces = make_runs(family, dtype, BUCKETED if family == "m2" else None)
     expected = whole.step([("a", TOKENS)])["a"]

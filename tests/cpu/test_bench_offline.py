@@ -150,9 +150,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: Engine) -> No
     assert sum(times.steps) == pytest.approx(times.seconds - times.ttft[-1])
 
 
-def test_command_between_steps_is_not_timed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pause_between_steps_is_untimed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, info = engine
     pause, found, commit = 0.3, [], loop._scheduler.commit
 

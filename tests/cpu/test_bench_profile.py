@@ -46,9 +46,7 @@ def test_groups_add_up_to_what_was_recorded() -> None:
     assert ["total", "20.0 (3.10)", "20.0 (3.10)"] in rows
 
 
-def test_command_records_each_batch_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_records_every_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     line = "--device cpu --num-threads 1 --context 20 --steps 4 --batch 1,2 --list-kernels"
     assert main(["bench", "profile", "nano", *line.split(), "--json", str(file)]) == 0

@@ -352,9 +352,7 @@ def test_modelscope_download_offline_and_update(modelscope: TinyModelScope, tmp_
     assert (folder / "config.json").read_bytes() == changed
 
 
-def test_modelscope_errors_are_one_line_remedies(
-    modelscope: TinyModelScope, tmp_path: Path
-) -> None:
+def test_modelscope_errors_name_remedies(modelscope: TinyModelScope, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for cache, model, offline, words in (
         ("", "lab/nothing", {}, "ConfigError model 'lab/nothing' does not exist on ModelScope"),
@@ -368,9 +366,7 @@ def test_modelscope_errors_are_one_line_remedies(
 
 
 @pytest.mark.parametrize("source", ["modelscope", "NEGAMAX_USE", "VLLM_USE", "SGLANG_USE"])
-def test_missing_modelscope_names_install_line(
-    monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
+def test_missing_modelscope_is_explained(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
     if source.endswith("_USE"):
         monkeypatch.setenv(f"{source}_MODELSCOPE", "True")

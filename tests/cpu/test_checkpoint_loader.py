@@ -379,9 +379,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
 
 
 @pytest.mark.parametrize("piece_bytes", [64, 1000, 10_000])
-def test_large_tensors_split(
-    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (stream, loader):
         monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(stream, "GAP_BYTES", 0)

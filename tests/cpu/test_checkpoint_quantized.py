@@ -213,9 +213,7 @@ def online_spec(name: str, **sizes: int) -> ModelSpec:
     return replace(tiny_spec(**sizes), quantization=online.spec(name))
 
 
-def test_without_kernel_values_are_as_stored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_without_kernel_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fp8 = tiny_spec(quantization_config=FP8_CONFIG, **RAGGED)
     tensors = random_tensors(fp8, dtype=torch.bfloat16)
     for folder, stored in (("plain", tensors), ("stored", to_fp8(tensors))):

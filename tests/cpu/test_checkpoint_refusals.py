@@ -298,9 +298,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_endless_files_are_refused(
-    tmp_path: Path, name: str, make: Callable[[Path], object]
-) -> None:
+def test_endless_files_refused(tmp_path: Path, name: str, make: Callable[[Path], object]) -> None:
     rotation = {"rotation": "rotation.safetensors"}
     (tmp_path / "config.json").write_text(json.dumps({"negamax_conversion": rotation}))
     make(tmp_path / name)

@@ -110,9 +110,7 @@ def test_a_sweep_compiles(run: str) -> None:
         (["256x!tt.ptr<i64>, #other"], 0, True),  # The owner of a word is unknown.
     ],
 )
-def test_loads_that_threads_share_are_agreed(
-    polled: list[str], agreements: int, torn: bool
-) -> None:
+def test_shared_loads_are_agreed(polled: list[str], agreements: int, torn: bool) -> None:
     """Check that a torn poll is found, even beside another load such as that of the abort flag."""
     layout = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]"
     lines = [f"#words = #ttg.blocked<{{{layout}}}>"]

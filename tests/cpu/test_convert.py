@@ -311,9 +311,7 @@ def test_nan_in_the_source_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["int8", full("bf16"), "fp8-neuron"])
-def test_holes_are_refused_and_zeros_are_warned_of(
-    to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_holes_are_refused(to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write_source(tmp_path / "source", tensor_dtype=torch.float32)
     file = source / FILES[0]
     tensors = load_file(file)

@@ -418,9 +418,7 @@ def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(
 
 
 @pytest.mark.parametrize("place", ["alone", "beside", "among"])
-def test_draft_of_m3_reads_its_layers(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_of_m3_reads(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DSpark draft is in the folder of its model, or among the model's tensors."""
     sizes = tiny_m3.random_sizes(
         3, vocab_size=96, hidden_size=32, num_hidden_layers=5, index_block_size=16,

@@ -335,9 +335,7 @@ def finish(store: FileStore) -> FileProgress:
     raise AssertionError("the copies did not end")
 
 
-def test_copies_wait_for_the_device_and_are_reported_in_plan_order(
-    tmp_path: Path, opened: list[FileStore]
-) -> None:
+def test_copies_wait_for_the_device_in_plan_order(tmp_path: Path, opened: list[FileStore]) -> None:
     host, store = open_store(tmp_path, opened)
     first, second = threading.Event(), threading.Event()
     store.run(write((1, 7), (2, 8)), 3, first.wait)
@@ -393,9 +391,7 @@ def test_a_store_for_other_facts_finds_nothing(tmp_path: Path, opened: list[File
     assert finish(other).missing == [name(7)]
 
 
-def test_the_scan_deletes_by_last_use_and_leaves_other_files_alone(
-    tmp_path: Path, opened: list[FileStore]
-) -> None:
+def test_scan_deletes_its_files_by_last_use(tmp_path: Path, opened: list[FileStore]) -> None:
     _, store = open_store(tmp_path, opened)
     store.run(write(*((number % 6, number) for number in range(8))), 1, None)
     finish(store)

@@ -114,9 +114,7 @@ def test_a_failed_row_is_repeated_alone_with_all_masks_intact(llm: LLM) -> None:
     assert [read_tokens(updates[request.request_id]) for request in requests] == expected
 
 
-def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_grammar_process_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = llm._loop._scheduler
     few = dataclasses.replace(scheduler.limits, max_num_batched_tokens=16)
     monkeypatch.setattr(scheduler, "limits", few)
@@ -212,9 +210,7 @@ def test_tenants_take_turns_for_workers(llm: LLM, monkeypatch: pytest.MonkeyPatc
     free_all(llm)
 
 
-def test_grammar_without_worker_in_time_is_refused(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_without_worker_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "usable_cores", lambda: 1)
     idle = ebnf("root ::= " + "[a-x]* " * 11)  # The worker of `idle` stays alive.
     llm.generate("x", seeded(1, grammar=idle, max_tokens=2))

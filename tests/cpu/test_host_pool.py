@@ -124,9 +124,7 @@ def make_plan(step_id: int, *columns: list[int]) -> StepPlan:
 
 
 @pytest.mark.parametrize("piece", [1, 2, 100])
-def test_copies_move_all_caches_of_a_block_and_nothing_else(
-    piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_move_exactly_their_blocks(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     caches, pool = make_pool(6)
     monkeypatch.setattr(pool, "_piece", min(piece, pool._piece))
     assert pool.block_bytes == 4 * (3 * 2 * 8 * 2 + 2 * 16 * 4 + 2 * 8)

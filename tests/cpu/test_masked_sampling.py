@@ -239,9 +239,7 @@ def test_a_row_that_cannot_be_edited_fails_alone(on_shards: bool) -> None:
     assert sampled.token_ids[[0, 2]].tolist() == wanted.token_ids[[0, 2]].tolist()
 
 
-def test_row_that_was_not_filled_is_sampled_as_on_other_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_row_that_was_not_filled_is_sampled_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_rows: RequestState, _row: NewRow) -> None:
         raise RuntimeError("not filled")
 

@@ -36,9 +36,7 @@ def searched(tokens: list[int], least: int, most: int, count: int, width: int) -
 
 @pytest.mark.parametrize("width", [WINDOW, 24])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 3), (5, 5)])
-def test_search_is_exact(
-    least: int, most: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_exact(least: int, most: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "SEARCHED_TOKENS", width)
     rng = random.Random(f"{least} {most} {width}")
     config = SpeculationConfig("ngram", 3, prompt_lookup_min=least, prompt_lookup_max=most)

@@ -107,9 +107,7 @@ def test_weights_stay_packed_where_a_kernel_reads_them_and_the_start_says_so() -
         )
 
 
-def test_measured_gpus_and_cpu_run_everything(
-    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_measured_platforms_run_everything(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
     with caplog.at_level(logging.DEBUG, logger="negamax"):
         for found in platforms:
@@ -132,9 +130,7 @@ def test_rocm_which_says_cuda_never_gets_a_kernel_that_needs_nvidia(gpu: FakeGpu
 @pytest.mark.parametrize(
     ("capability", "expected"), [((9, 0), True), ((10, 0), True), ((8, 9), False)]
 )
-def test_launches_overlap_on_hopper(
-    gpu: FakeGpu, capability: tuple[int, int], expected: bool
-) -> None:
+def test_launches_overlap(gpu: FakeGpu, capability: tuple[int, int], expected: bool) -> None:
     assert launch_options(gpu("NVIDIA", capability))["PDL"] is expected
     assert launch_options(torch.device("cpu")) == {"PDL": False}
 

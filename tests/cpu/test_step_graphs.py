@@ -82,9 +82,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options", [OPTIONS[FEW_GRAPHS], full({"num_kv_blocks": 18})], ids=["few graphs", "preempted"]
 )
-def test_captures_equal_eager_steps(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captures_equal_eager(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool))
     found, steps = [], []

@@ -20,9 +20,7 @@ SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), min_size=1, max_size=6),
     st.integers(0, 3),
 )
-def test_device_counts_the_tiles_of_the_host(
-    sequences: list[tuple[int, int]], padding: int
-) -> None:
+def test_device_counts_tiles_as_the_host(sequences: list[tuple[int, int]], padding: int) -> None:
     sequences = [(cached, count) for cached, count in sequences if count] or [(0, 1)]
     counts = [count for _, count in sequences]
     lengths = [cached + count for cached, count in sequences]

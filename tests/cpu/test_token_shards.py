@@ -90,9 +90,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.integers(2, 4))
-def test_every_token_returns_once_and_in_order(
-    rows: list[tuple[int, int, int]], ranks: int
-) -> None:
+def test_every_token_returns_once_in_order(rows: list[tuple[int, int, int]], ranks: int) -> None:
     layout, requests = step(rows)
     all_ids, everything = build(layout, requests)
     meeting, lengths = Meeting(ranks), list[int]()

@@ -229,9 +229,7 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 70)), min_size=1, max_size=9),
     st.sampled_from([(1, 6), (8, 6), (1, 16)]),
 )
-def test_prefill_shares_programs_by_keys(
-    sequences: list[tuple[int, int]], heads: tuple[int, int]
-) -> None:
+def test_prefill_splits_by_keys(sequences: list[tuple[int, int]], heads: tuple[int, int]) -> None:
     """Check that every split tile has all its splits in adjacent programs, and none are missing."""
     tiles = [(7 * i, count, start, i) for i, (start, count) in enumerate(sequences)]
     shape, programs = PagedShape(kv_heads=heads[0], group=heads[1], block_size=16), 264

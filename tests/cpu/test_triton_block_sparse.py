@@ -38,9 +38,7 @@ DECODES, MIXED = (1, 1, 1, 1), (1, 41, 20, 4)
 
 
 @pytest.mark.parametrize("dtypes", [(FP8, torch.bfloat16), (torch.bfloat16, FP8)])
-def test_norms_write_two_dtypes_and_keep_rows_finite(
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> None:
+def test_norms_write_two_dtypes_of_finite_rows(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Give the second token NaN and infinity, and the third token no slot."""
     heads, kv_heads, block_size = 6, 2, 16
     generator = torch.Generator().manual_seed(0)

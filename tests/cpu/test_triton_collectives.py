@@ -88,9 +88,7 @@ def test_more_rows_than_the_region_has_go_through_the_group() -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-def test_poll_for_missing_rank_is_bounded(
-    is_aborted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_poll_of_missing_rank_is_bounded(is_aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a poll ends if the words of rank 0 never arrive; a timeout sets the abort flag."""
     monkeypatch.setattr(triton_ll, "_SPINS", constexpr(8))
     ranks, ended = Ranks(2, rows=1, words=WORDS), threading.Event()

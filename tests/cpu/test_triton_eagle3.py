@@ -116,9 +116,7 @@ class DraftRun:
     ],
     ids=str,
 )
-def test_draft_model_is_same_on_gpu(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_is_same_on_gpu(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     expected = DraftRun(resolve(platform=CPU, dtype=torch.bfloat16), **fields)
     got = DraftRun(kernel_table(), **fields)

@@ -39,9 +39,7 @@ STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 @pytest.mark.parametrize(
     ("is_fp8", "error"), [(True, 0.2), pytest.param(False, 0.03, marks=pytest.mark.full)]
 )
-def test_m3_gives_defined_logits(
-    is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_m3_has_defined_logits(is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token in ten may select another block with an equal score."""
     use_few_programs(monkeypatch)
     fp8 = to_fp8(large_embeddings(SPEC))

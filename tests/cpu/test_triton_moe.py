@@ -87,9 +87,7 @@ def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
     assert torch.equal((pieces[0] + pieces[1]) + pieces[2], gate)
 
 
-def test_pairs_of_many_chunks_are_sorted_by_expert_and_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pairs_of_chunks_are_sorted_by_expert_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SORT_CHUNK", 16)
     monkeypatch.setattr(tiles, "SORT_PROGRAMS", 3)
     monkeypatch.setattr(tiles, "SORT_BLOCK", 2)

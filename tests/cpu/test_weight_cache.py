@@ -200,9 +200,7 @@ def test_stale_file_is_replaced(
     the_file(tmp_path / "cache")
 
 
-def test_other_layout_is_stale(
-    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_is_stale(tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path / "cache", checkpoint)
     fp8 = tiny_spec(quantization_config=FP8_CONFIG)
     save_single(checkpoint, to_fp8(TENSORS))

@@ -78,9 +78,7 @@ def test_fp8_blocks_are_weight_only_where_fp8_has_no_gemm(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("op", "num_tokens"), [(LINEAR, 3), (EXPERTS, 40), full(LINEAR, 40), full(EXPERTS, 3)]
 )
-def test_fp8_blocks_split_by_hidden_size_are_read_as_stored(
-    op: Op[Any, Any], num_tokens: int
-) -> None:
+def test_fp8_blocks_split_by_hidden_size_stay_stored(op: Op[Any, Any], num_tokens: int) -> None:
     """Split 192 columns into a part of whole FP8 blocks and a part of half a block."""
     generator = torch.Generator().manual_seed(5)
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
@@ -135,9 +133,7 @@ def assert_multiplied(found: Tensor, x: Tensor, weight: StoredWeight) -> None:
 @pytest.mark.parametrize(
     ("sizes", "stored"), each_with((5, 456, 2, 1), (1, 1096, 1, 1), (3, 456, 1, 2), (1, 1096, 1, 4))
 )
-def test_few_tokens_use_read_weights(
-    sizes: tuple[int, int, int, int], stored: TensorFormat
-) -> None:
+def test_few_tokens_use_weights(sizes: tuple[int, int, int, int], stored: TensorFormat) -> None:
     num_tokens, columns, num_warps, split_k = sizes
     weight = _stored(stored, 40, columns)  # Some rows and columns fill no program.
     x = torch.randn(num_tokens, columns, generator=_generator()).to(torch.bfloat16)

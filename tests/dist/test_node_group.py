@@ -193,9 +193,7 @@ def test_a_join_that_a_heartbeat_overtook_is_no_loss(setting: Setting) -> None:
     assert setting.group.death() is None
 
 
-def test_closed_connection_is_noticed_soon(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_connection_is_noticed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 60.0)
     peer, session = setting.started("a")
     peer.beat(session)

@@ -72,9 +72,7 @@ def test_the_message_of_an_agent_that_ends_is_reported() -> None:
         ("silent", "Ray has not answered within 0.3 s"),
     ],
 )
-def test_driver_errors_are_reported(
-    monkeypatch: pytest.MonkeyPatch, model: str, words: str
-) -> None:
+def test_driver_errors_reported(monkeypatch: pytest.MonkeyPatch, model: str, words: str) -> None:
     monkeypatch.setattr(ray_launcher, "CONNECT_SECONDS", 0.2 if model == "silent" else 60.0)
     seconds = 0.1 if model == "silent" else 60.0
     with pytest.raises(ConfigError, match=words), launcher(model, seconds=seconds):

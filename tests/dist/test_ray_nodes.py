@@ -277,9 +277,7 @@ def test_a_cluster_without_room_is_refused(cluster: VirtualCluster) -> None:
     assert "negamax" in line and "Traceback" not in server.log
 
 
-def test_agents_see_the_gpus_of_ray(
-    cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_see_gpus_of_ray(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check how agents see GPUs; the GPUs are only numbers, and the model does not exist."""
     cluster.disconnect()
     machines = [cluster.add(num_gpus=3, num_cpus=2) for _ in range(2)]

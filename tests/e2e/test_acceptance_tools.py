@@ -43,9 +43,7 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     read_table("acceptance_tools.13_05_13_06_16_11_accepts_sparse_tools"),
     ids=["no parameters", "no description", "name only", "16_11"],
 )
-def test_13_05_13_06_16_11_accepts_sparse_tools(
-    http: httpx.Client, declared: dict[str, Any]
-) -> None:
+def test_13_05_13_06_16_11_accepts_few_fields(http: httpx.Client, declared: dict[str, Any]) -> None:
     answered(http, messages=WEATHER_QUESTION, tools=[declared])
 
 

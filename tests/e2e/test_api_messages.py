@@ -165,9 +165,7 @@ def test_a_short_answer_has_no_reason_to_stop_at_its_start(http: httpx.Client, l
 @pytest.mark.parametrize(
     "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
 )
-def test_refuses_threads_as_anthropic(
-    http: httpx.Client, path: str, thread: dict[str, str]
-) -> None:
+def test_refuses_anthropics_threads(http: httpx.Client, path: str, thread: dict[str, str]) -> None:
     response = http.post(path, json=MESSAGES_DIALECT.body(limit=5, thread=thread))
     refused(response, 400)
     assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}

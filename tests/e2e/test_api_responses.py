@@ -231,9 +231,7 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
     read_table("api_responses.bad_field_is_named"),
     ids=lambda value: str(value)[:40],
 )
-def test_bad_field_is_named(
-    http: httpx.Client, fields: dict[str, Any], status: int, param: str
-) -> None:
+def test_bad_field(http: httpx.Client, fields: dict[str, Any], status: int, param: str) -> None:
     error_of(http.post(RESPONSES, json={"input": "x", **fields}), status, param=param)
 
 

@@ -23,9 +23,7 @@ def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
-def test_version_and_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert negamax("--version").stdout == f"negamax {__version__}\n"
     monkeypatch.setenv("COLUMNS", "80")
 

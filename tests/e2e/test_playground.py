@@ -324,9 +324,7 @@ def test_controls_have_names_and_the_keyboard_reaches_them(page: Browser, script
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_windows_and_colours_of_the_person(
-    page: Browser, script: Script, scheme: str
-) -> None:
+def test_narrow_windows_and_chosen_colours(page: Browser, script: Script, scheme: str) -> None:
     word = "x" * 300
     table = f"|{word}|b|\n|-|-|\n|c|d|"
     text = f"{word}\n\n```\n{word}\n```\n\n{table}"

@@ -48,9 +48,7 @@ def both_ways(folder: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "name", (*WEIGHTS_ONLY, *ROUNDED, *(f"{each} as blocks" for each in MXFP8))
 )
-def test_answers_as_values_in_bf16(
-    name: str, ranks: int, tmp_path: Path, device: str = "cuda"
-) -> None:
+def test_answers_as_in_bf16(name: str, ranks: int, tmp_path: Path, device: str = "cuda") -> None:
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     name, _, blocks = name.partition(" as ")

@@ -76,9 +76,7 @@ def test_a_retrieved_value_must_be_a_word_of_a_short_answer() -> None:
         ("It is 1.2.5 then", False, False),
     ],
 )
-def test_answers_of_gsm8k(
-    tmp_path: Path, content: str, is_solved: bool, is_formatted: bool
-) -> None:
+def test_gsm8k_answers(tmp_path: Path, content: str, is_solved: bool, is_formatted: bool) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text(json.dumps({"question": "How many?", "answer": "5 * 250\n#### 1,250"}) + "\n")
     (problem,) = load_problems("gsm8k", data=file)

@@ -276,9 +276,7 @@ def test_requests_carry_only_the_sampling_that_was_asked_for() -> None:
         ({"backend": "vllm"}, False),
     ],
 )
-def test_end_tokens_are_ignored_where_sglangs_client_does(
-    options: dict[str, Any], ignored: bool
-) -> None:
+def test_end_tokens_are_ignored_as_sglang_does(options: dict[str, Any], ignored: bool) -> None:
     fields = request_fields(BenchOptions(**options), "nano", running_usage=False)
     assert fields.get("ignore_eos", False) is ignored
 

@@ -186,9 +186,7 @@ def test_refuses_tools_that_cannot_be_called_as_asked(tool: dict[str, Any], word
         tag_of(tool, choice="required" if len(tool["name"]) > 1 else "auto")
 
 
-def test_tool_without_followable_schema_is_free_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tool_without_followable_schema_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     kinds = (HOSTILE["itself"], {"type": "null"}, {"maximum": math.inf}, {"const": "\ud800"})
     tools = [{"name": f"g{place}", "parameters": part} for place, part in enumerate(kinds * 10)]
     followed: dict[str, Any] = {"properties": {"a": {"const": "followed", "title": "\ud800"}}}

@@ -82,9 +82,7 @@ def test_messages_answers_and_the_loss_of_an_engine() -> None:
 
 @pytest.mark.parametrize("host", ["bad host", "", "[::1", "a;b", "*", "192.0.2.1", "x" * 300])
 @pytest.mark.parametrize("own", ["127.0.0.1", "192.0.2.7"])
-def test_hosts_of_clients_end_no_engine(
-    host: str, own: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_of_clients_end_none(host: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     with opened(role=CONSUMER, host=own) as (sockets, recorder):
         sockets.send((host, 9), CloseLease("a"))
@@ -94,9 +92,7 @@ def test_hosts_of_clients_end_no_engine(
         assert eventually(lambda: (sockets.poll(), bool(recorder.lost))[1], seconds=20)
 
 
-def test_many_engines_that_never_answer_and_many_messages_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_silent_engines_and_many_messages_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with (
         socket.create_server(("", 0), backlog=2000) as silent,
