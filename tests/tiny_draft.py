@@ -86,8 +86,7 @@ def weights(
     for layer in range(config["num_hidden_layers"]):
         own = "midlayer" if config["num_hidden_layers"] == 1 else f"midlayer.{layer}"
         inputs = hidden if layer else 2 * hidden
-        shapes = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
-        for part, rows in shapes.items():
+        for part, rows in {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}.items():
             made[f"{own}.self_attn.{part}_proj.weight"] = 2 * matrix(rows, inputs)
             if config.get("attention_bias"):
                 made[f"{own}.self_attn.{part}_proj.bias"] = 0.5 * norm(rows)

@@ -32,10 +32,9 @@ def test_ids_of_nothing_are_not_found(request: pytest.FixtureRequest, count: int
         for response_id in NO_IDS:
             place = f"/v1/responses/{response_id}"
             answers = [http.request(method, f"{place}{end}") for method, end in BY_ID]
-            reference = {"type": "item_reference", "id": response_id}
             for body in (
                 {"input": "x", "previous_response_id": response_id},
-                {"input": [reference]},
+                {"input": [{"type": "item_reference", "id": response_id}]},
             ):
                 ends = ("", "/input_tokens")
                 answers += [http.post(f"/v1/responses{end}", json=body) for end in ends]

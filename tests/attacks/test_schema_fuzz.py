@@ -79,8 +79,7 @@ class BodyDrawer:
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         least = schema.get("minItems", 0)
-        most = least + (EXTRA_ITEMS if depth < MAX_DEPTH else 0)
-        count = self._draw(st.integers(least, most))
+        count = self._draw(st.integers(least, least + (EXTRA_ITEMS if depth < MAX_DEPTH else 0)))
         return [self.value(schema.get("items"), depth + 1) for _ in range(count)]
 
 

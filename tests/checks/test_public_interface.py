@@ -16,8 +16,7 @@ def test_keywords_of_llm_are_the_engines_options() -> None:
     """Check that `LLM` has the names, types and defaults of the options, for `help()`."""
     found = inspect.signature(LLM).parameters
     options = inspect.signature(EngineOptions).parameters
-    added = set(found) - set(options)
-    assert added == {"chat_template"}
+    assert set(found) - set(options) == {"chat_template"}
     assert [found[name] for name in options] == list(options.values())
 
 

@@ -67,8 +67,7 @@ def exchange_rows(group: Any, num_tokens: int) -> None:
         ]
         dispatch(ids, columns, experts=experts, group=group, num_rows=num_tokens)
         all_ids = empty(group.size * num_tokens, 8, dtype=torch.int32)
-        out = empty(group.size * num_tokens, 8, width)
-        combine(out, all_ids, experts=experts, group=group)
+        combine(empty(group.size * num_tokens, 8, width), all_ids, experts=experts, group=group)
     for heads in (8, 48, 64):
         results = PartialResults.empty(empty(num_tokens, heads, 128))
         merge_partials(results, group, first=0, count=heads // group.size, quantize=True)
@@ -92,8 +91,7 @@ def exchange_choices(group: Any, num_tokens: int) -> None:
             HEADS=heads, DIM=128, BLOCK=128, PER_BLOCK=1, TOPK=16, TOPK_POW2=16, INIT=0, LOCAL=1,
             BLOCK_M=16, BLOCK_D=128, DOT=triton.language.bfloat16, RANKS=group.size,
         )  # fmt: skip
-        keys = int64(1, num_tokens, 4, 16)
-        merge_shards(keys, MergePlan(metadata, shape, constants), group)
+        merge_shards(int64(1, num_tokens, 4, 16), MergePlan(metadata, shape, constants), group)
 
 
 def exchange_sums(group: Any, num_tokens: int) -> None:

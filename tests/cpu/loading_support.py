@@ -77,8 +77,7 @@ def assert_holds(model: Decoder, found: Mapping[str, Tensor], plain: Mapping[str
 def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
     run, tokens = PagedRun(model), list(prompt)
     for _ in range(count):
-        logits = run.step([("a", tokens[run.lengths.get("a", 0) :])])["a"]
-        tokens.append(int(logits[-1].argmax()))
+        tokens.append(int(run.step([("a", tokens[run.lengths.get("a", 0) :])])["a"][-1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -89,8 +88,7 @@ def write_source(
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "vocab_size": 64}
     config = {**CONFIG, **sizes, "num_local_experts": 2, "dtype": "bfloat16", **changes}
-    spec = tiny_spec(**config)
-    tensors = random_tensors(spec, dtype=tensor_dtype)
+    tensors = random_tensors(tiny_spec(**config), dtype=tensor_dtype)
     for name in tensors:
         if name.endswith(("gate.weight", "correction_bias")):
             tensors[name] = tensors[name].float()

@@ -36,8 +36,7 @@ def check(
         for position, entry in enumerate(entries, start=first):
             assert entry.token_id == (prompt + answer)[position + 1]
             top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-            tokens = [(entry.token_id, entry.logprob), *top]
-            for token_id, logprob in tokens:
+            for token_id, logprob in [(entry.token_id, entry.logprob), *top]:
                 assert abs(logprob - float(logprobs[position, token_id])) < TOLERANCE
 
 

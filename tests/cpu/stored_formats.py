@@ -487,8 +487,7 @@ def _fp8(
         n, k = weight.shape
         rows, columns = block[0] or n, block[1] or k
         padded = torch.nn.functional.pad(weight.abs(), (0, -k % columns, 0, -n % rows))
-        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        grid = blocks.amax((1, 3)) / largest
+        grid = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3)) / largest
         step = grid.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
         codes = nearest(weight / step, number, 256)
         tensors = {"weight": codes.view(dtype), scale: shape(grid)}

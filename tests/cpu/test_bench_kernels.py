@@ -22,8 +22,7 @@ from tools.bench_kernels import Ceilings, cases, time_kernel
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_every_op_can_be_bound_and_repeated(name: str) -> None:
-    op = OPS[name]
-    for case in cases(op, platform="cpu", dtype=torch.bfloat16, ranks=(1,)):
+    for case in cases(OPS[name], platform="cpu", dtype=torch.bfloat16, ranks=(1,)):
         for kernel in resolve(platform=CPU, dtype=torch.bfloat16).candidates[name]:
             call = bind(kernel, case)
             with torch.inference_mode():
@@ -41,8 +40,7 @@ def test_a_bound_kernel_is_prepared_once_and_returns_what_the_op_returns() -> No
         prepared.append(1)
         return op.reference.prepare(weight)
 
-    kernel = replace(op.reference, prepare=prepare)
-    call = bind(kernel, case)
+    call = bind(replace(op.reference, prepare=prepare), case)
     (expected,) = CASES[op].apply(op.reference, case)
     assert torch.equal(call(), expected) and torch.equal(call(), expected)
     assert prepared == [1]
@@ -84,8 +82,7 @@ def test_empty_cases_and_other_degrees_are_left_out(monkeypatch: pytest.MonkeyPa
     sizes = {"T=1 TP4 qkv": 1, "T=0": 0, "tp=2": 1, "any": 1}
     made = [Case(label, {"x": torch.ones(size)}) for label, size in sizes.items()]
     op = OPS["norm.add_rms"]
-    small = replace(CASES[op], small=lambda dtype, generator: made)
-    monkeypatch.setitem(CASES, op, small)
+    monkeypatch.setitem(CASES, op, replace(CASES[op], small=lambda dtype, generator: made))
     labels = [case.label for case in cases(op, platform="cpu", dtype=torch.float32, ranks=(4,))]
     assert labels == ["T=1 TP4 qkv", "any"]
 

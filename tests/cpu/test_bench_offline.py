@@ -169,8 +169,7 @@ def test_prompts_from_the_prefix_cache_are_noticed(engine: Engine) -> None:
     loop, info = engine
     counts = []
     for _ in range(2):
-        prompts = RandomPrompts(info, seed=3, temperature=0.0)
-        batch = prompts.batch(1, input_len=64, output_len=3)
+        batch = RandomPrompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3)
         counts.append(run_batch(loop, batch).cached_tokens)
     assert counts[0] == 0 < counts[1]
 

@@ -63,8 +63,7 @@ def _written(name: str) -> Checkpoint:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         config = CONFIG | SIZES | (BLOCKS if name == "fp8-block" else {})
-        tensors = random_tensors(tiny_spec(**config))
-        write(path, config, tensors, WITH_PLAIN[name])
+        write(path, config, random_tensors(tiny_spec(**config)), WITH_PLAIN[name])
         spec = read_spec(json.loads((path / "config.json").read_text()), path)
         scheme = detect(spec.quantization)
         stored = scheme.format_of(MODULE) if scheme else PLAIN

@@ -212,8 +212,7 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
     for folder in (one, two):
         folder.mkdir()
         write(folder, config, random_tensors(tiny_spec(**config)), FORMATS[name])
-    change = CHANGES["stacked, w13" if stacked else "w13"]
-    changed = change(load_file(two / "model.safetensors"))
+    changed = CHANGES["stacked, w13" if stacked else "w13"](load_file(two / "model.safetensors"))
     save_single(two, {name: tensor.contiguous() for name, tensor in changed.items()})
     spec = read_spec(json.loads((one / "config.json").read_text()), one)
     h200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)

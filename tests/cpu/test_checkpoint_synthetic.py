@@ -41,8 +41,7 @@ def test_the_seed_decides_and_tensors_differ() -> None:
 
 
 def test_magnitudes_are_those_of_a_trained_model() -> None:
-    weights = filled()
-    for name, tensor in weights.items():
+    for name, tensor in filled().items():
         if name.endswith("norm.weight"):
             assert (tensor - 1).abs().max() < 0.5
         elif name.endswith("bias"):

@@ -25,9 +25,8 @@ SWEEP = (  # all cases of the measured platform, and samples for the others
 
 
 def compiled(*runs: str) -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(script), *runs],
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), *runs],
         # This value is not Triton's default.
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0"},
         capture_output=True,
@@ -122,8 +121,7 @@ def test_shared_loads_are_agreed(polled: list[str], agreements: int, torn: bool)
 
 @pytest.mark.parametrize("world", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
 def test_ranks_never_take_a_word_of_the_call_before(world: int) -> None:
-    script = Path(__file__).with_name("compile_exchanges.py")
-    command = [sys.executable, str(script), str(world)]
+    command = [sys.executable, str(Path(__file__).with_name("compile_exchanges.py")), str(world)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]

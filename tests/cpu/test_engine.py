@@ -150,8 +150,7 @@ def test_penalties_and_bias_change_the_tokens(llm: LLM) -> None:
 
     free = found()
     assert found(logit_bias={free[0]: -100.0})[0] != free[0]
-    forced = found(max_tokens=5, logit_bias={9: 100.0})
-    assert forced == [9] * 5
+    assert found(max_tokens=5, logit_bias={9: 100.0}) == [9] * 5
     allowed = found(temperature=1.0, seed=3, allowed_token_ids=(9, 11, 12))
     assert set(allowed) <= {9, 11, 12} and free[0] not in (9, 11, 12)
     penalized = found(max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0)

@@ -121,8 +121,7 @@ def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep
 
 def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:
     counts, device = torch.zeros(EXPERTS, dtype=torch.int64), torch.device("cpu")
-    table = [*range(EXPERTS), 3, 3, 6, 6]
-    lies = ExpertMap(table, most_copies=4, device=device, counts=counts)
+    lies = ExpertMap([*range(EXPERTS), 3, 3, 6, 6], most_copies=4, device=device, counts=counts)
     place = resolve(platform=CPU, dtype=torch.float32)[PLACE].run
     ids = torch.tensor([[3, 0, 5]] * 300, dtype=torch.int32)
     positions = torch.arange(300)
@@ -148,8 +147,7 @@ STORED = {
 
 @pytest.mark.parametrize("stored", STORED)
 def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
-    drawn = torch.Generator().manual_seed(3)
-    tensors = stored_experts(STORED[stored], 4, 256, 128, drawn)
+    tensors = stored_experts(STORED[stored], 4, 256, 128, torch.Generator().manual_seed(3))
 
     def prepared(order: list[int]) -> PreparedExperts:
         own = {name: tensor[order] for name, tensor in tensors.items()}

@@ -156,7 +156,6 @@ def test_parts_of_ranks_add_up_to_one_ranks_sum(stored: TensorFormat, tp: int, e
 def test_groups_that_a_share_cuts_become_smaller_where_the_kernel_reads_them(
     columns: int, least: int, group: int, unit: int
 ) -> None:
-    stored = awq(128)
-    held, found = stored.split_width(columns, lambda form: form.unit(Axis.COLUMNS) >= least)
+    held, found = awq(128).split_width(columns, lambda form: form.unit(Axis.COLUMNS) >= least)
     assert (held, found) == (awq(group), unit)
     assert E4M3_BLOCKS.split_width(columns, lambda form: True) == (E4M3_BLOCKS, 128)

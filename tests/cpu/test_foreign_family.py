@@ -116,8 +116,7 @@ def plain(tensors: Mapping[str, Tensor], token_ids: list[int]) -> Tensor:
     look, x = under("block1.look."), rms(h, tensors["block1.before_look"])
     fits = F.linear(x, look["index_q"]) @ F.linear(x, look["index_k"]).T
     best = fits.masked_fill(~causal, -math.inf).topk(min(9, len(token_ids)), dim=-1).indices
-    allowed = torch.zeros_like(causal).scatter(1, best, True) & causal
-    h = h + attention(look, x, allowed)
+    h = h + attention(look, x, torch.zeros_like(causal).scatter(1, best, True) & causal)
     h = h + mixture(under("block1.mix."), rms(h, tensors["block1.before_think"]))
     return F.linear(rms(h, tensors["last.scale"]), tensors["vocabulary.matrix"]).log_softmax(-1)
 
@@ -174,8 +173,7 @@ def test_sizes_come_from_what_the_family_declares(spec: ForeignSpec, ranks: int)
 
 
 def test_a_warmup_runs_a_layer_of_each_sort(spec: ForeignSpec) -> None:
-    model = new_model(spec)
-    (dense, sparse), (full, indexed) = model.layers, spec.kv_caches()
+    (dense, sparse), (full, indexed) = new_model(spec).layers, spec.kv_caches()
     assert warmup_layers([dense], [full]) == 1
     assert warmup_layers([dense] * 3, [full] * 3) == 2
     assert warmup_layers([dense] * 3 + [sparse] * 2, [full] * 3 + [indexed] * 2) == 5

@@ -273,8 +273,7 @@ def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
         server._advance(wire.AdvanceGrammars([]))
         return server._next_mask(output, [*parts], following)
 
-    rejected = text[3] + 1
-    ahead = answer(text[:1], [*text[1:3], rejected, text[4]])
+    ahead = answer(text[:1], [*text[1:3], text[3] + 1, text[4]])
     to_the_end = answer([], text[1:])
     assert answer([], text[1:], seconds=-1.0).after_drafts == []
     masks = [answer([token], []).mask for token in text[1:-1]]
@@ -284,8 +283,7 @@ def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
 
 def test_masks_of_earlier_positions_are_not_used_after_due_tokens(llm: LLM) -> None:
     """Check that due tokens, which need no mask, do not use an older mask that arrives late."""
-    params = PARAMS[8]
-    request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=params)
+    request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=PARAMS[8])
     rule = RequestGrammar(request, 0, client=llm._loop._grammars.start())
     rule.gate = ReasoningGate(OPTIONAL, budget=0, calls_end_it=False, token_bytes=None)
     rule.masks = [np.full(520, 255, dtype=np.uint8)] * 4

@@ -196,8 +196,7 @@ def test_a_grammar_that_ends_its_worker_is_not_tried_again(llm: LLM, number: int
 def test_tenants_take_turns_for_workers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "usable_cores", lambda: 1)  # two workers
     texts = [*(COUNTED.replace("300", str(number)) for number in (200, 201, 200)), 'root ::= "a"']
-    params = [seeded(1, grammar=ebnf(text)) for text in texts]
-    first = admitted(llm, ["x"] * 4, params)
+    first = admitted(llm, ["x"] * 4, [seeded(1, grammar=ebnf(text)) for text in texts])
     requests = [msgspec.structs.replace(one, tenant="ab"[one is first[3]]) for one in first]
     updates = drive(llm, requests, num_steps=0)
     while not updates[requests[3].request_id]:

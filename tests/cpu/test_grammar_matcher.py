@@ -92,8 +92,7 @@ def tags(**fields: Any) -> Grammar:
 
 def triggered(value: Any) -> Grammar:
     """Return a grammar of free text in which `<f` starts a tag with a JSON schema."""
-    structure = {"begin": "<f>", "schema": value, "end": "</f>"}
-    return tags(triggers=["<f"], structures=[structure])
+    return tags(triggers=["<f"], structures=[{"begin": "<f>", "schema": value, "end": "</f>"}])
 
 
 ONE_FIELD = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -234,8 +233,7 @@ def test_end_is_allowed_where_the_grammar_may_end() -> None:
 
 
 def test_after_an_open_reasoning_come_line_breaks_and_then_the_content() -> None:
-    bad = ["\n\n\n\n{}", " {}"]
-    check(JSON, ["\n\n{}", "{}"], bad, reasoning("open"))
+    check(JSON, ["\n\n{}", "{}"], ["\n\n\n\n{}", " {}"], reasoning("open"))
 
 
 @pytest.mark.parametrize("by_id", [True, False])

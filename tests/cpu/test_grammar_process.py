@@ -67,8 +67,7 @@ def test_process_forked_too_late_ends_silently(llm: LLM, capfd: pytest.CaptureFi
     assert first is not None
     host = first._host
     os.kill(host.process.pid, signal.SIGSTOP)
-    late = GrammarClient(host)
-    late.kill()
+    GrammarClient(host).kill()
     os.kill(host.process.pid, signal.SIGCONT)
     after = GrammarClient(host)
     while after.pid is None:  # The new process forks after the late process.

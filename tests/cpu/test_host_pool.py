@@ -27,8 +27,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def start(model: str, **options: Any) -> LLM:
-    blocks = SIZES[model][1]
-    sizes = {"num_kv_blocks": blocks, "max_model_len": 1024, "max_num_seqs": 4}
+    sizes = {"num_kv_blocks": SIZES[model][1], "max_model_len": 1024, "max_num_seqs": 4}
     return LLM(model, **{"num_threads": 1, "kv_offloading_size": 0.1, **sizes, **options})
 
 

@@ -38,8 +38,7 @@ class EngineLanes:
         self.context = zmq.Context()
         for rank in range(ranks):
             caches = allocate(SPECS, 5, block_size=4, dtype=torch.bfloat16, ranks=ranks, device=CPU)
-            runtime = runtime_of(CPU)
-            pool = HostPool(caches, NUM_BLOCKS, block_size=4, device=CPU, runtime=runtime)
+            pool = HostPool(caches, NUM_BLOCKS, block_size=4, device=CPU, runtime=runtime_of(CPU))
             self.lanes.append(Lane(pool, SPECS, caches, options, rank=rank, ranks=ranks))
             self.sockets.append(self.context.socket(zmq.DEALER))
             connect(self.sockets[-1], options.imports_endpoint(rank))
@@ -63,8 +62,7 @@ class EngineLanes:
         return found
 
     def import_from(self, other: EngineLanes, places: list[int], remote: list[int]) -> list[str]:
-        endpoints = [lane.endpoint for lane in other.lanes]
-        command = ImportBlocks(3, places, -1, endpoints, remote, -1)
+        command = ImportBlocks(3, places, -1, [lane.endpoint for lane in other.lanes], remote, -1)
         for socket in self.sockets:
             socket.send(lane_wire.encode(command))
         done = [lane_wire.done_decoder.decode(socket.recv()) for socket in self.sockets]
@@ -132,8 +130,7 @@ def test_problems_of_a_copy_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
         second.sockets[0].send(lane_wire.encode(command))
         done = lane_wire.done_decoder.decode(second.sockets[0].recv())
         assert done.problem == "the blocks were not copied to main memory in time"
-        timer = threading.Timer(0.1, setattr, (lane._pool, "_last_step", 4))
-        timer.start()
+        threading.Timer(0.1, setattr, (lane._pool, "_last_step", 4)).start()
         second.sockets[0].send(lane_wire.encode(command))
         assert lane_wire.done_decoder.decode(second.sockets[0].recv()).problem == ""
         stranger = first.context.socket(zmq.DEALER)
@@ -144,8 +141,7 @@ def test_problems_of_a_copy_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
         stranger.send(lane_wire.encode(ReadBlocks([0] * 1000, ranges, -1)))
         assert b"bytes exceeds the limit" in stranger.recv()
         assert second.import_from(first, [1], [2]) == [""]
-        values = torch.from_numpy(second.lanes[0].kinds[0].blocks)
-        assert torch.equal(values[1], whole[0][2])
+        assert torch.equal(torch.from_numpy(second.lanes[0].kinds[0].blocks)[1], whole[0][2])
     finally:
         first.close()
     try:

@@ -149,8 +149,7 @@ def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -
     is_scored = torch.arange(len(TOKENS)) >= 3 * 16
     for wanted, own, kv in zip(expected, got, run.kv[1:], strict=True):
         ids, index_q = (torch.cat(parts) for parts in zip(*own, strict=True))
-        table = torch.tensor(run.tables["a"])
-        keys = kv["index"][table].flatten(0, 2)
+        keys = kv["index"][torch.tensor(run.tables["a"])].flatten(0, 2)
         blocks = torch.einsum("thd,jd->thj", index_q, keys).unflatten(-1, (-1, 16)).amax(-1)
         local = (torch.arange(len(TOKENS)) // 16).view(-1, 1, 1)
         others = blocks.masked_fill(torch.arange(blocks.shape[-1]) >= local, -torch.inf)

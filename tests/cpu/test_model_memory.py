@@ -92,8 +92,7 @@ def test_experts_that_no_kernel_takes_together_count_as_held(bits: int, expert: 
     is_kept = "model.layers.0.block_sparse_moe.experts.0.w1.qweight" in slots
     assert is_kept is (bits == 4)
     assert weight_bytes(spec, dtype="float32") == held_bytes(slots)
-    split = ParallelLayout(tp=12)
-    assert (expert_padding(spec, layout=split) is None) is not is_kept
+    assert (expert_padding(spec, layout=ParallelLayout(tp=12)) is None) is not is_kept
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -111,8 +110,7 @@ def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
 
 
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:
-    table = SPEC.vocab_size * SPEC.hidden_size * 2
-    everything = weight_bytes(SPEC, dtype="bfloat16") - table
+    everything = weight_bytes(SPEC, dtype="bfloat16") - SPEC.vocab_size * SPEC.hidden_size * 2
     assert read_bytes(SPEC, 10**6, dtype="bfloat16", ranks=1) == pytest.approx(everything)
     assert read_bytes(SPEC, 1, dtype="bfloat16", ranks=1) < everything
 

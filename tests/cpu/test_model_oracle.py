@@ -103,8 +103,7 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
     with torch.no_grad():
         for layer in expected_model.model.layers:
             layer.mlp.e_score_correction_bias.copy_(bias)
-    weights = checkpoint_tensors(expected_model)
-    run = PagedRun(build(spec, weights))
+    run = PagedRun(build(spec, checkpoint_tensors(expected_model)))
     tokens = list(range(23))
     expected = expected_logits(expected_model, tokens)
     got = torch.cat([run.step([("a", tokens[:22])])["a"], run.step([("a", tokens[22:])])["a"]])

@@ -85,8 +85,7 @@ def test_files_are_those_of_a_small_eagle3_draft(model: str) -> None:
     folder = EMBEDDED_DRAFTS[f"{model}-draft"]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 2_900_000
     tensors = load_file(folder / "model.safetensors")
-    ids = torch.arange(1024) + tensors["d2t"]
-    assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
+    assert torch.equal(torch.arange(1024) + tensors["d2t"], tensors["t2d"].nonzero().flatten())
     speculation = {"method": "eagle3", "model": f"{model}-draft"}
     draft = locate(EngineOptions(model, speculative_config=speculation)).draft
     assert draft is not None
@@ -164,8 +163,7 @@ def answers(llm: LLM) -> list[Answer]:
 def test_all_request_fields_give_the_same_answers_with_drafts() -> None:
     with engine("nano", drafts=False, max_model_len=512) as llm:
         expected = answers(llm)
-    ends = [end for _, _, end, _, _, _ in expected]
-    assert {"stop", "length"} <= set(ends)
+    assert {"stop", "length"} <= {end for _, _, end, _, _, _ in expected}
     options = {"max_model_len": 512, "block_size": 16, "num_kv_blocks": 36}
     with engine("nano", drafts=True, **options) as llm:
         assert answers(llm) == expected

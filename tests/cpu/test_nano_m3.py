@@ -51,16 +51,14 @@ def test_engine_continues_as_the_training_model(tmp_path: Path) -> None:
     layout = _layout(torch.zeros_like(whole), 32)
     scores = {}
     for mode in ("index", "all"):
-        chooser = m3_model.Chooser(config, mode)
-        attend = m3_train.PackedAttention(config, layout, chooser, None)
+        attend = m3_train.PackedAttention(config, layout, m3_model.Chooser(config, mode), None)
         with torch.no_grad():
             hidden, _ = net(whole, attend, dtype=torch.float32, use=USE)
             logits = net.logits(hidden[0, 149:159])
         scores[mode] = torch.log_softmax(logits, -1)
     assert scores["index"].argmax(-1).tolist() == tokens
     found = [at.logprob for at in made.outputs[0].logprobs]
-    expected = scores["index"].max(-1).values.tolist()
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert found == pytest.approx(scores["index"].max(-1).values.tolist(), abs=1e-4)
     # Attention to all blocks gives other numbers, so that the selection matters.
     assert found != pytest.approx(scores["all"].max(-1).values.tolist(), abs=1e-2)
 
@@ -102,8 +100,7 @@ def test_block_masks_show_the_selected_blocks_of_a_document() -> None:
         tiles = made.to_dense().bool().repeat_interleave(16, -1).repeat_interleave(16, -2)
         assert torch.equal(asked & tiles.expand_as(asked), wanted)
     # Each token of a long document attends to two blocks, one of which is its own.
-    long = ~layout.is_short[0]
-    assert chosen[0, :, long].sum(-1).max() == 2
+    assert chosen[0, :, ~layout.is_short[0]].sum(-1).max() == 2
     assert chosen[0, :, torch.arange(150), torch.arange(150) // 16].all()
 
 

@@ -18,8 +18,7 @@ WINDOW = 64
 
 
 def rows(count: int, length: int) -> RequestState:
-    device = torch.device("cpu")
-    return RequestState(count, length, max_blocks=1, eos_token_ids=(), device=device)
+    return RequestState(count, length, max_blocks=1, eos_token_ids=(), device=torch.device("cpu"))
 
 
 def searched(tokens: list[int], least: int, most: int, count: int, width: int) -> list[int]:
@@ -50,8 +49,7 @@ def test_is_exact(least: int, most: int, width: int, monkeypatch: pytest.MonkeyP
     known = DraftRows(torch.tensor(slots), torch.tensor(lengths), torch.tensor(lengths))
     states: Any = None  # This proposer reads no residual streams.
     found = proposer.propose(states, known, state, 3)
-    fewer = proposer.propose(states, known, state, 1)
-    assert torch.equal(fewer, found[:, :1])
+    assert torch.equal(proposer.propose(states, known, state, 1), found[:, :1])
     assert proposer.propose(states, known, state, 0).shape == (len(slots), 0)
     expected = [
         searched(state.tokens[slot, :length].tolist(), least, most, 3, width)

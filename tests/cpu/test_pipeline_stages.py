@@ -23,8 +23,7 @@ class Pipeline(Decoder):
         self.spec, self.stages = spec, []
         for rank in range(num_stages):
             layout = ParallelLayout(rank=rank, pp=num_stages)
-            context = replace(ParallelContext.single(), layout=layout)
-            stage = build(spec, weights, context=context)
+            stage = build(spec, weights, context=replace(ParallelContext.single(), layout=layout))
             assert isinstance(stage, Decoder)
             self.stages.append(stage)
 

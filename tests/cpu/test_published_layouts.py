@@ -598,8 +598,7 @@ def check(
     name: str, folder: Path, platform: Platform, layout: ParallelLayout, *, layers: int
 ) -> None:
     published, spec = PUBLISHED[name], spec_of(name, folder, layers=layers)
-    kernels = resolve(platform=platform, dtype=DTYPE)
-    slots = build_empty_slots(spec, layout, kernels=kernels)
+    slots = build_empty_slots(spec, layout, kernels=resolve(platform=platform, dtype=DTYPE))
     plan = plan_load(slots, spec, folder)
     num_skipped = sum(map(len, plan.skipped.values()))
     assert num_skipped == published.num_skipped

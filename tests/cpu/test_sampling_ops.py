@@ -46,8 +46,7 @@ def logits() -> Tensor:
 def test_draw_follows_the_distribution(logits: Tensor) -> None:
     n = 20_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(2))
-    tokens = draws(logits, uniforms, temperature=0.7)
-    frequency = torch.bincount(tokens, minlength=VOCAB) / n
+    frequency = torch.bincount(draws(logits, uniforms, temperature=0.7), minlength=VOCAB) / n
     assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 
 
@@ -84,8 +83,7 @@ def test_a_draw_does_not_depend_on_the_batch_composition(logits: Tensor) -> None
     others = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
     rows = torch.cat((others[:3], logits.unsqueeze(0), others[3:]))
     filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
-    together = draws(rows, torch.full((8,), 0.37), **filters)
-    assert int(together[3]) == draw(logits, 0.37, **filters)
+    assert int(draws(rows, torch.full((8,), 0.37), **filters)[3]) == draw(logits, 0.37, **filters)
 
 
 def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:
@@ -116,8 +114,7 @@ def test_penalties(
 ) -> None:
     named = dict(zip(("repetition", "frequency", "presence"), penalties, strict=True))
     tokens = (torch.tensor(prompt), torch.tensor(outputs))
-    found = ops.apply_penalties(column(*logits), *tokens, **named)
-    assert found.tolist() == expected
+    assert ops.apply_penalties(column(*logits), *tokens, **named).tolist() == expected
 
 
 def test_logprobs_ranks_and_alternatives() -> None:

@@ -281,8 +281,7 @@ def test_a_step_takes_as_long_as_the_slower_of_gpu_and_host(
         launch = executor.launch
 
         def launched(plans: list[StepPlan]) -> Any:
-            handle = launch(plans)
-            results = handle()
+            results = launch(plans)()
             time.sleep(0.01)  # the host
             timed = [msgspec.structs.replace(one, device_seconds=of_gpu) for one in results]
             return lambda: timed

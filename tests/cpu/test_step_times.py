@@ -46,8 +46,7 @@ def test_steps_are_timed_and_answers_stay(tmp_path: Path, monkeypatch: pytest.Mo
     def run(runtime: Runtime, config: dict[str, Any] | None) -> tuple[list[list[int]], Any]:
         graph_support.install(monkeypatch, runtime)
         with LLM(folder, **OPTIONS | {"speculative_config": config}) as llm:
-            ready = llm._loop.executor.ready
-            return answers(llm), ready.step_seconds
+            return answers(llm), llm._loop.executor.ready.step_seconds
 
     clocked = graph_support.runtime(graph_support.RepeatedSteps(), kind=Clocked)
     expected, times = run(graph_support.runtime(graph_support.RepeatedSteps()), None)
@@ -58,6 +57,5 @@ def test_steps_are_timed_and_answers_stay(tmp_path: Path, monkeypatch: pytest.Mo
         (rows, drafts) for drafts in (0, 1, 2, 3, 5) for rows in (1, 2, 4, 6)
     ]
     assert all(seconds > 0.0 for _, _, seconds in times)
-    fixed = OPTIONS["speculative_config"] | {"adaptive": False}
-    found, times = run(clocked, fixed)
+    found, times = run(clocked, OPTIONS["speculative_config"] | {"adaptive": False})
     assert (found, times) == (expected, ())

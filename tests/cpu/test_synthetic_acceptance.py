@@ -25,8 +25,7 @@ def test_requests_with_consecutive_seeds_differ_in_accepted_drafts() -> None:
 @pytest.mark.parametrize("is_captured", [True, False])
 def test_mean_length_is_as_requested(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_captured:
-        runtime = graph_support.runtime(graph_support.RepeatedSteps())
-        graph_support.install(monkeypatch, runtime)
+        graph_support.install(monkeypatch, graph_support.runtime(graph_support.RepeatedSteps()))
     config: dict[str, Any] = {
         "method": "ngram", "num_speculative_tokens": 3, "adaptive": False,
         "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5,

@@ -148,8 +148,7 @@ def test_shards_with_other_data_parallel_ranks(
 
 
 def check_pieces(own: AttentionMetadata) -> None:
-    starts = own.query_starts.tolist()
-    for number, (first, stop) in enumerate(pairwise(starts)):
+    for number, (first, stop) in enumerate(pairwise(own.query_starts.tolist())):
         end = own.host_seq_lens[number]
         assert own.positions[first:stop].tolist() == list(range(end - (stop - first), end))
         assert set(own.token_slots[first:stop].tolist()) == {int(own.block_table_indices[number])}
@@ -199,8 +198,7 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
         flat[rows] = values.to(dtype).contiguous().view(torch.uint8)
 
     def run(rank: Rank) -> None:
-        share = shard_tokens(layout, requests, rank)
-        ids, own = share.build()
+        ids, own = shard_tokens(layout, requests, rank).build()
         exchange = KeyExchange(own, block_size=BLOCK, heads=(1, 2))
         for cache in caches[rank.rank].values():
             cache.view(torch.uint8).zero_()

@@ -47,8 +47,7 @@ def paged_pair(
 
 def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> AttentionMetadata:
     """Return metadata of sequences whose tables are in rows 1, 2, ... in order."""
-    indices = range(1, 1 + len(lengths))
-    return attention_metadata(tables, lengths, counts, indices=indices)
+    return attention_metadata(tables, lengths, counts, indices=range(1, 1 + len(lengths)))
 
 
 def decode(q: Tensor, cache: KvCache, plan: Any, want: Tensor) -> QuantizedActivations:
@@ -178,8 +177,7 @@ def test_a_long_sequence_is_split_if_programs_would_idle() -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=32)
     for lengths, pieces in (([700, 70, 0], [4, 2, 1]), ([700], [3])):
         queries = queries_of(torch.zeros(4, 22), lengths, [1] * len(lengths))
-        plan = kernels.plan_decode(queries, shape)
-        assert plan.sequences.view(-1, 8)[:, 5].tolist() == pieces
+        assert kernels.plan_decode(queries, shape).sequences.view(-1, 8)[:, 5].tolist() == pieces
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -218,8 +216,7 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     q = torch.randn(sum(counts), 2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     cache = KvCache(k_cache, v_cache, (0.5, 2.0))
     want = spec.attend(q.float(), cache, spec.plan(queries, shape))
-    plan = kernels.plan_prefill(queries, replace(shape, quantize=True))
-    got = kernels.prefill(q, cache, plan)
+    got = kernels.prefill(q, cache, kernels.plan_prefill(queries, replace(shape, quantize=True)))
     assert isinstance(got, QuantizedActivations)
     assert relative_error(got.hidden, want) < 5e-3
     assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
@@ -271,8 +268,7 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     qkv[1, 5] = torch.inf
     weight = 1 + 0.2 * torch.randn((heads + kv_heads) * 128, generator=generator)
     cos, sin = cos_sin(torch.tensor([5, 900, 31]), signed_frequencies(64, 5e6))
-    slots = torch.tensor([17, 2, -1])
-    rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
+    rows = cache_rows(torch.tensor([17, 2, -1]), kv_heads=kv_heads, block_size=block_size)
     others = 500 * torch.rand(tokens, 2, generator=generator)
     ranks = Ranks(2, rows=4, words=2)
     group = Group(ranks, 0)
@@ -301,5 +297,4 @@ def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
             assert not flat[3:17].any() and not flat[18:].any()
     if peers:
         assert ranks.epochs[0].tolist() == [rounds] * tokens + [0]
-        own = ranks.copies[1][rounds & 1, :tokens, 0]
-        assert (own >> 32 == rounds).all()
+        assert (ranks.copies[1][rounds & 1, :tokens, 0] >> 32 == rounds).all()

@@ -48,8 +48,7 @@ def test_norms_write_two_dtypes_of_finite_rows(dtypes: tuple[torch.dtype, torch.
     weights = 1 + 0.2 * torch.randn(2, 2, 128, generator=generator)
     norm = spec.SparseHeadNorm(*weights, heads=heads, kv_heads=kv_heads, eps=1e-6)
     angles = cos_sin(torch.tensor([5, 900, 31]), signed_frequencies(64, 5e6))
-    slots = torch.tensor([17, 2, -1])
-    rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
+    rows = cache_rows(torch.tensor([17, 2, -1]), kv_heads=kv_heads, block_size=block_size)
 
     def caches() -> list[torch.Tensor]:
         shapes = ((kv_heads, dtypes[0]), (kv_heads, dtypes[0]), (1, dtypes[1]))
@@ -279,8 +278,7 @@ def test_near_queries_attend_to_union_of_blocks(dtype: torch.dtype, is_captured:
 def test_prompts_that_attend_to_all_tokens_are_dense_prefills() -> None:
     for length, kind in ((SHAPE.dense_tokens, PrefillPlan), (49, SparsePrefillPlan)):
         _, tables = paged([length, 5], heads=1)
-        queries = attention_metadata(tables, [length, 5], [7, 5])
-        plan = kernels.plan_sparse_prefill(queries, SHAPE)
+        plan = kernels.plan_sparse_prefill(attention_metadata(tables, [length, 5], [7, 5]), SHAPE)
         assert isinstance(plan, kind)
 
 

@@ -29,8 +29,7 @@ RANKS = 2
 def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a rank's cache: a padding block with any content, then every other block."""
     stored = cache.view(torch.uint8)
-    padding = torch.full_like(stored[:1], 60)
-    return torch.cat([padding, stored[rank::RANKS]]).view(cache.dtype)
+    return torch.cat([torch.full_like(stored[:1], 60), stored[rank::RANKS]]).view(cache.dtype)
 
 
 @pytest.mark.parametrize(

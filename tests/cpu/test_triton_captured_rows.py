@@ -307,8 +307,7 @@ def test_draft_model_proposes_by_definition_after_capture(monkeypatch: pytest.Mo
     accepted = count_accepted(sampled, drafts[slots], firsts, num_drafts)
     assert accepted.tolist() == [0, 1, 1, 0, 0]
     requests.tokens[states.slots, states.positions + 1] = sampled
-    lengths = requests.num_computed[slots] + accepted + 2
-    drafted = DraftRows(slots, lengths, firsts + accepted)
+    drafted = DraftRows(slots, requests.num_computed[slots] + accepted + 2, firsts + accepted)
     proposed = proposer.propose(states, drafted, requests, NUM_DRAFTS)
 
     model = gpu_model(weights, keep_quantized=False, spec=M3)
@@ -320,6 +319,5 @@ def test_draft_model_proposes_by_definition_after_capture(monkeypatch: pytest.Mo
     shape = graphs.find_decodes(len(slots), NUM_DRAFTS)
     assert shape is not None
     graphs.prepare(shape, StepColumns.of_decodes(*MANY[:2]))
-    buffers = graphs.replay(shape)
-    assert torch.equal(buffers.num_accepted[: len(slots)], accepted)
+    assert torch.equal(graphs.replay(shape).num_accepted[: len(slots)], accepted)
     assert torch.equal(requests.drafts[slots], proposed)

@@ -74,8 +74,7 @@ def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: 
         check_pushed(to_experts, model, rank, epoch=step + 1)
 
         for sender in set(range(world)) - {rank}:
-            mine = model.ids[rank]
-            for row in model.held(mine, sender).nonzero().flatten().tolist():
+            for row in model.held(model.ids[rank], sender).nonzero().flatten().tolist():
                 their_sum = model.made[sender][rank * NUM_ROWS + row].float().sum(0).half()
                 back.arrive(rank, sender=sender, row=row, payload=words_of(their_sum))
         sums = kernels.combine(model.made[rank], all_ids, **shared)

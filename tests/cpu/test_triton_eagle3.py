@@ -152,8 +152,7 @@ def test_stacked_rows_equal_those_of_their_layers(fields: dict[str, Any] | None)
     for layer in range(2):
         own = [ProjectionPart(f"{layer}.{name}.weight", 128, range(128)) for name in "qkv"]
         parts.append((ColumnParallel(own, 128, setup=setup), range(128, 384)))
-        slots = {slot.name: slot for slot in parts[-1][0].slots}
-        fill_synthetic(slots, draft_spec(), seed=layer)
+        fill_synthetic({slot.name: slot for slot in parts[-1][0].slots}, draft_spec(), seed=layer)
     run = stack_rows(parts)
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.inference_mode():

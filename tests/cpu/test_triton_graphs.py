@@ -182,8 +182,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_next(monkeypatch: pytest.M
         captured.requests.drafts.copy_(alone.requests.drafts)
         shape = graphs.find_decodes(3, 1)
         assert shape == StepShape.of_decodes(4, 1)
-        columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
-        graphs.prepare(shape, columns)
+        graphs.prepare(shape, StepColumns.of_decodes(plan.slots, plan.num_scheduled))
         buffers = graphs.replay(shape)
         alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
         alone.requests.num_computed[:3] = torch.tensor([3 + 1, 1 + 1, 5 + 2])

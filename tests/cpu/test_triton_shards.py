@@ -195,10 +195,9 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     )
 
     def experts(layout: ParallelLayout) -> SparseMoe:
-        context = replace(ParallelContext.single(), layout=layout)
         layer = SparseMoe(
             own, layer=0, hidden_size=hidden, width=width, num_experts=2, top_k=2,
-            setup=LayerSetup(context, weights, table),
+            setup=LayerSetup(replace(ParallelContext.single(), layout=layout), weights, table),
         )  # fmt: skip
         for slot in layer.slots:
             if slot.name in tensors and slot.needed:
@@ -243,8 +242,7 @@ def test_model_gives_same_bits_if_rows_are_sharded(monkeypatch: pytest.MonkeyPat
             model = gpu_model(weights, spec=spec, context=context, dtype=torch.float16)
             run = PagedRun(model, dtype=torch.float16)
             run.capture = (0, 1, 2)  # layers whose residual streams a draft model reads
-            found = run.step([("a", [1, 2, 3])])["a"]
-            return (found, *run.captured)
+            return (run.step([("a", [1, 2, 3])])["a"], *run.captured)
 
         return threads.run(rank_code)
 

@@ -25,8 +25,7 @@ BOTH = pytest.mark.parametrize("stored", [INT8, FP8], ids=lambda stored: stored.
 
 
 def weight(stored: TensorFormat, *shape: int) -> StoredWeight:
-    generator = torch.Generator().manual_seed(0)
-    tensors = cases.tensors_of(stored, "w", *shape, generator=generator)
+    tensors = cases.tensors_of(stored, "w", *shape, generator=torch.Generator().manual_seed(0))
     return StoredWeight(stored, {name.removeprefix("w."): t for name, t in tensors.items()})
 
 
@@ -98,5 +97,4 @@ def test_rounding_costs_what_its_element_is_known_for(stored: TensorFormat, erro
     with torch.inference_mode():
         found = triton_w8a8.linear(x, triton_w8a8.triton_packed.prepare(whole)).float()
     expected = x.float() @ dequantize(stored, whole.tensors).t()
-    size = (found - expected).norm() / expected.norm()
-    assert error / 2 < size < error
+    assert error / 2 < (found - expected).norm() / expected.norm() < error

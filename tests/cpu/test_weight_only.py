@@ -221,8 +221,7 @@ def _fma_bf16x2(a: int, b: int, c: int) -> int:
             .double()
             for each in (a, b, c)
         )
-        rounded = (x * y + z).to(torch.bfloat16).view(torch.int16)
-        halves.append(int(rounded) & 0xFFFF)
+        halves.append(int((x * y + z).to(torch.bfloat16).view(torch.int16)) & 0xFFFF)
     return halves[0] | halves[1] << 16
 
 

@@ -288,8 +288,7 @@ def test_three_machines_in_any_order(network: DistantMachines, expected: list[li
                 agent.wait_for("the ranks end")
                 agent.log = ""
         with on_nodes(network, 3, pipeline_parallel_size=3) as llm:
-            ways = list(permutations(range(3), 2))
-            gap = start_gap(network, ways, seconds=HARMLESS_SECONDS)
+            gap = start_gap(network, list(permutations(range(3), 2)), seconds=HARMLESS_SECONDS)
             assert tokens(llm) == expected
             gap.join()
         for agent in agents.values():

@@ -145,8 +145,7 @@ def test_m3_text_equals_that_of_one_rank(m3: str, layout: dict[str, Any]) -> Non
         expected = generate_tokens(llm, prompts, params)
     blocks = 7 if "data_parallel_size" in layout else 10
     with LLM(m3, **COMMON, **limits, num_kv_blocks=blocks, **layout) as llm:
-        made = llm.generate(prompts, params)
-        assert token_ids(made) == expected
+        assert token_ids(llm.generate(prompts, params)) == expected
         assert llm.stats().preemption_count > 0
         assert llm.generate(prompts[-1:], params[-1:])[0].num_cached_tokens >= 32
 
@@ -199,8 +198,7 @@ def test_blocks_in_files_outlive_the_ranks(m3: str, layout: dict[str, Any], tmp_
         expected = generate_tokens(llm, prompts, params)
     folders = list(tmp_path.iterdir())
     assert len(folders) == len(llm._loop.executor._dp_ranks) // layout.get("data_parallel_size", 1)
-    lost = BlockHashes(prompts[0], block_size=32, salt="")[1]
-    (folders[-1] / lost.hex()).unlink()
+    (folders[-1] / BlockHashes(prompts[0], block_size=32, salt="")[1].hex()).unlink()
     with LLM(m3, **COMMON, **options) as llm:
         again = llm.generate(prompts, params)
         assert token_ids(again) == expected

@@ -211,8 +211,7 @@ def test_plans_reach_replica(local: bool, tmp_path: Path, monkeypatch: pytest.Mo
     ranks = MultiProcessExecutor(config, addresses)
     try:
         pairs = [(plan(step, 10 * step), plan(step, 10 * step + 1)) for step in (1, 2)]
-        steps = [ranks.launch(list(pair)) for pair in pairs]
-        for step, handle in enumerate(steps, 1):
+        for step, handle in enumerate([ranks.launch(list(pair)) for pair in pairs], 1):
             results = handle()
             assert [result.step_id for result in results] == [step, step]
             # The first rank of each replica answers with its plan.

@@ -144,8 +144,7 @@ def test_drafts_and_captured_steps_find_the_experts(
 ) -> None:
     replace_ranks(monkeypatch, "captured")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
-    ranks = parallel(tp=2, ep=True)
-    with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
+    with balancing(skewed, copies=2, **parallel(tp=2, ep=True), speculative_config=drafts) as llm:
         assert generate_tokens(llm, PROMPTS, PARAMS) == of_one_rank[0]
         experts = llm.stats().experts
     assert experts is not None and experts.num_moved >= 5

@@ -157,8 +157,7 @@ def test_an_agent_reports_its_ranks(setting: Setting) -> None:
     peer.hear(wire.Node0Heartbeat)
     peer.hear(wire.Node0Heartbeat)
     assert setting.group.longest_silence() == (1, 4.5)
-    beat = peer.next_beat(session, "rank 1 ended with exit code 3")
-    peer.throw(wire.encoder.encode(beat))
+    peer.throw(wire.encoder.encode(peer.next_beat(session, "rank 1 ended with exit code 3")))
     assert setting.death() == "rank 1 ended with exit code 3 on node 1 (host)"
     assert "exit code 3" in peer.hear(wire.StopRanks).reason
     ends: list[str | None] = []

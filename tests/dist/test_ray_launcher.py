@@ -107,8 +107,7 @@ class Leader:
     def _lead(self) -> None:
         socket = self.context.socket(zmq.ROUTER)
         bind(socket, f"tcp://127.0.0.1:{self._port}")
-        layout = ParallelLayout(pp=2, nodes=2)
-        addresses = RankAddresses.local("/nowhere", layout)
+        addresses = RankAddresses.local("/nowhere", ParallelLayout(pp=2, nodes=2))
         while socket.poll(20_000):
             route, frame = socket.recv_multipart()
             message = wire.from_agent.decode(frame)

@@ -102,8 +102,7 @@ def test_small_deployments_answer_as_one_rank_does(
             here = network.address(0)
             first = [word.replace(ADDRESS, here) for word in first]
             (_, *second) = (word.replace(ADDRESS, here) for word in others[0])
-            agent = Agent(network, 1, *FLOAT32, *second)
-            stack.callback(agent.kill)
+            stack.callback(Agent(network, 1, *FLOAT32, *second).kill)
         server = stack.enter_context(serving(*FLOAT32, *first, model=MODELS[model]))
         assert answers(server) == expected[MODELS[model]]
 

@@ -116,8 +116,7 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
         if size == tp:
             layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
             context = ParallelContext.gloo(layout, f"{folder}/meet-{case}")
-            found = compute_all(case, context, Path(folder))
-            torch.save(found, f"{folder}/{case}-{rank}.pt")
+            torch.save(compute_all(case, context, Path(folder)), f"{folder}/{case}-{rank}.pt")
             context.close()
 
 

@@ -198,8 +198,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     if metafunc.module.__name__.endswith(OF_ALL_FAMILIES):
         # Tests on nano alone have the parameter None, so that all tests share one server.
-        nano = pytest.param(None, id=MODEL)
-        models = [nano, pytest.param("nano-m3", marks=pytest.mark.full)]
+        models = [pytest.param(None, id=MODEL), pytest.param("nano-m3", marks=pytest.mark.full)]
         metafunc.parametrize("server", models, indirect=True, scope="session")
 
 

@@ -81,8 +81,7 @@ def test_15_thinking_and_tools_over_several_turns(client: Any) -> None:
     options = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
     messages: list[Any] = [*WEATHER_QUESTION]
     for is_answer in (False, True, False):
-        answer = client.chat.completions.create(messages=messages, **options)
-        (choice,) = answer.choices
+        (choice,) = client.chat.completions.create(messages=messages, **options).choices
         assert choice.finish_reason == ("stop" if is_answer else "tool_calls")
         messages.append(choice.message.model_dump(exclude_none=True))
         if is_answer:
@@ -145,16 +144,14 @@ def test_16_without_parallel_calls_there_is_one(http: httpx.Client, tool_choice:
     body = {"messages": [{"role": "user", "content": text}], "tools": [WEATHER]}
     body |= {"tool_choice": tool_choice, "max_tokens": 400}
     one = {**GREEDY, **body, "parallel_tool_calls": False}
-    single = CHAT_DIALECT.ask(http, one, is_streamed=True)
-    assert len(single.calls) == 1
+    assert len(CHAT_DIALECT.ask(http, one, is_streamed=True).calls) == 1
     assert len(message_of(http, **body)["tool_calls"]) > 1
 
 
 def test_packets_of_a_long_string_argument_grow_and_are_never_huge(http: httpx.Client) -> None:
     """Check packet sizes; a test with a fake clock covers the number of tiny packets."""
     path = {"type": "string", "maxLength": 9}
-    content = {"type": "string", "minLength": 600, "maxLength": 650}
-    properties = {"path": path, "content": content}
+    properties = {"path": path, "content": {"type": "string", "minLength": 600, "maxLength": 650}}
     parameters = {"type": "object", "properties": properties, "required": ["path", "content"]}
     write = tool("write", parameters=parameters | {"additionalProperties": False})
     body = {"messages": QUESTION, "tools": [write], "tool_choice": "required", "max_tokens": 1500}

@@ -120,8 +120,7 @@ def test_unmatched_think_closer_is_not_text(http: httpx.Client, is_streamed: boo
     form = {"type": "sequence", "elements": [closer, words[0], words[1], closer, words[2], closer]}
     tag = {"structural_tag": {"type": "structural_tag", "format": form}}
     body = CHAT_DIALECT.body(limit=50, structured_outputs=tag, thinking={"type": "disabled"})
-    said = CHAT_DIALECT.ask(http, body, is_streamed=is_streamed)
-    assert said.content == "One `</think>` two."
+    assert CHAT_DIALECT.ask(http, body, is_streamed=is_streamed).content == "One `</think>` two."
 
 
 def test_server_options_set_parser_template_defaults_and_stream_interval(tmp_path: Path) -> None:

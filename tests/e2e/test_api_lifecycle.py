@@ -50,8 +50,7 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
                 assert http.get(path, headers=headers).status_code == 200
         assert http.get("/version", headers={"x-api-key": "open"}).status_code == 200
         assert http.get("/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
-        names = [model.id for model in server.openai("sesame").models.list()]
-        assert names == ["a", "b"]
+        assert [model.id for model in server.openai("sesame").models.list()] == ["a", "b"]
 
         key = {"authorization": "Bearer sesame"}
         with http.stream("POST", CHAT, json=LONG, headers=key) as running:

@@ -181,8 +181,7 @@ def test_tool_runner_continues_without_a_thread(claude: Any, stream: bool) -> No
         return f"21 C and sunny in {city}"
 
     options = {"model": MODEL, "max_tokens": 400, "messages": WEATHER_QUESTION, "stream": stream}
-    tool_runner = claude.beta.messages.tool_runner
-    runner = tool_runner(tools=[get_weather], extra_body=GREEDY, **options)
+    runner = claude.beta.messages.tool_runner(tools=[get_weather], extra_body=GREEDY, **options)
     answers = [turn.get_final_message() if stream else turn for turn in runner]
     assert [answer.stop_reason for answer in answers] == ["tool_use", "end_turn"]
 

@@ -194,8 +194,7 @@ def test_logprobs_are_those_of_the_text(client: Any) -> None:
     assert tokens == [entry.token for entry in part.logprobs]
     (done,) = [event for event in events if event.type == "response.output_text.done"]
     assert [entry.logprob for entry in done.logprobs] == [entry.logprob for entry in part.logprobs]
-    fetched = client.responses.retrieve(response.id)
-    assert fetched.output[-1].content[0].logprobs == part.logprobs
+    assert client.responses.retrieve(response.id).output[-1].content[0].logprobs == part.logprobs
 
 
 def test_logprobs_come_only_where_they_are_included(http: httpx.Client) -> None:
@@ -222,8 +221,7 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
     assert (items[-1]["namespace"], items[-1]["name"]) == ("mcp__home", "get_weather")
     replay = [*WEATHER_QUESTION, *items, output_of(items[-1], "19")]
     usage = asked(http, replay, tools=tools, limit=1)["usage"]
-    before = first["usage"]["input_tokens"]
-    assert usage["input_tokens_details"]["cached_tokens"] > before - 16
+    assert usage["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 16
 
 
 @pytest.mark.parametrize(

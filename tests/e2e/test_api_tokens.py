@@ -55,8 +55,7 @@ def test_tokenize_equals_the_prompt_of_a_chat(http: httpx.Client, chat: dict[str
     tokens = post(http, "/tokenize", **chat)
     answer = post(http, CHAT, **chat, max_tokens=1, return_token_ids=True)
     assert tokens["tokens"] == answer["prompt_token_ids"]
-    closed = post(http, "/tokenize", **chat, add_generation_prompt=False)
-    assert closed["count"] < tokens["count"]
+    assert post(http, "/tokenize", **chat, add_generation_prompt=False)["count"] < tokens["count"]
     off = post(http, "/tokenize", **chat, chat_template_kwargs={"thinking_mode": "disabled"})
     assert off["count"] > tokens["count"]  # The closed think block adds tokens.
 

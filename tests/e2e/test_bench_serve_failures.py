@@ -104,8 +104,7 @@ def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(benc
             writer.write(good_stream())
 
     with faulty_server(fault) as server:
-        found = bench(url(server), SMALL)
-        assert found["failed"] == 0
+        assert bench(url(server), SMALL)["failed"] == 0
         assert server.connections == 2
         assert server.bodies[2] == server.bodies[3]  # sent again
         assert [body["max_tokens"] for body in server.bodies] == [6] * 5

@@ -44,8 +44,7 @@ def test_refusals_are_one_line_with_value_and_remedy(
 ) -> None:
     """Run the first command in a process; the others run in this process, which is faster."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    cases = dict(read_table("cli_commands.refusals"))
-    for number, (line, words) in enumerate(cases.items()):
+    for number, (line, words) in enumerate(dict(read_table("cli_commands.refusals")).items()):
         if number == 0:
             done = negamax(*shlex.split(line))
             code, out, err = done.returncode, done.stdout, done.stderr

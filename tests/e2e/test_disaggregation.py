@@ -67,15 +67,13 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def prefill(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Let a server compute a prompt as vLLM's proxies do. Return the `kv_transfer_params`."""
     once = {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_PREFILL}
-    answer = post(server, path, {**body, **once})
-    params: dict[str, Any] = answer["kv_transfer_params"]
+    params: dict[str, Any] = post(server, path, {**body, **once})["kv_transfer_params"]
     assert params["do_remote_prefill"] and not params["do_remote_decode"]
     return params
 
 
 def run_apart(pair: PAIR, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    params = prefill(pair[0], path, body)
-    return post(pair[1], path, {**body, "kv_transfer_params": params})
+    return post(pair[1], path, {**body, "kv_transfer_params": prefill(pair[0], path, body)})
 
 
 def run_alone(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,7 @@ def test_drafts_are_counted_by_label(tmp_path: Path, capsys: pytest.CaptureFixtu
         )
         assert main(benchmark.split()) == 0
         text = http.get("/metrics").text
-        sampling = {"max_new_tokens": 12, "ignore_eos": True}
-        body = {"text": "one two", "sampling_params": sampling}
+        body = {"text": "one two", "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}}
         meta = http.post("/generate", json=body).json()["meta_info"]
         info = http.get("/server_info").json()
     assert "SYNTHETIC ACCEPTANCE of 2.00 tokens per row" in (tmp_path / "log").read_text()

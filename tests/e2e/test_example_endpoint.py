@@ -24,5 +24,4 @@ def test_fields_are_checked(http: httpx.Client, param: str, value: object) -> No
 
 def test_is_listed_and_described(http: httpx.Client) -> None:
     assert f"POST {PATH}" in http.get("/v1").json()["endpoints"]
-    operation = http.get("/openapi.json").json()["paths"][PATH]["post"]
-    assert operation["requestBody"]["required"]
+    assert http.get("/openapi.json").json()["paths"][PATH]["post"]["requestBody"]["required"]

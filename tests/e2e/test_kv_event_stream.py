@@ -123,8 +123,7 @@ def test_each_replica_has_its_port_and_number(tmp_path: Path) -> None:
         assert eventually(is_told)
         assert {batch.data_parallel_rank for batch in second.batches} == {1}
         # The port of the first replica is in use.
-        other = launch(make_option(port), log_file=tmp_path / "other")
-        assert other.wait(120) == 2
+        assert launch(make_option(port), log_file=tmp_path / "other").wait(120) == 2
         message = (tmp_path / "other").read_text()
     assert f"cannot listen at endpoint tcp://127.0.0.1:{port}: Address already in use" in message
 

@@ -76,8 +76,7 @@ def test_nested_arguments_keep_their_types(http: httpx.Client) -> None:
 
 
 def test_structured_output_follows_the_thinking(http: httpx.Client) -> None:
-    form = {"regex": r'\{"number": [0-9]{2}\}'}
-    message = chat(http, structured_outputs=form)["message"]
+    message = chat(http, structured_outputs={"regex": r'\{"number": [0-9]{2}\}'})["message"]
     assert message["reasoning"] and json.loads(message["content"]) == {"number": 85}
     for mode in ("enabled", "disabled"):
         choice = {"choice": ["[SILENCE]"]}
@@ -95,8 +94,7 @@ def test_text_like_a_call_is_content_without_tools(http: httpx.Client) -> None:
 
 def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-    body = {**GREEDY, "messages": [{"role": "user", "content": [part]}]}
-    response = http.post(CHAT, json=body)
+    response = http.post(CHAT, json={**GREEDY, "messages": [{"role": "user", "content": [part]}]})
     assert response.status_code == 400 and "image" in response.json()["error"]["message"]
 
 

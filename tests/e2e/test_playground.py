@@ -336,8 +336,7 @@ def test_narrow_windows_and_chosen_colours(page: Browser, script: Script, scheme
     assert page.get("th", "getBoundingClientRect().width") > 360  # Table cells keep words whole.
     for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
         left = page.get(selector, "getBoundingClientRect().left")
-        right = page.get(selector, "getBoundingClientRect().right")
-        assert 0 <= left < right <= 360, selector
+        assert 0 <= left < page.get(selector, "getBoundingClientRect().right") <= 360, selector
 
     def is_dark() -> bool:
         color = page.run("return getComputedStyle(document.body).backgroundColor")

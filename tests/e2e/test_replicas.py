@@ -136,16 +136,14 @@ class Stream:
 
 def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> None:
     options = ["--num-replicas", "2", "--api-server-count", "2", "--max-engine-restarts", "1"]
-    log_file = tmp_path / "log"
-    with serving(*options, log_file=log_file, rate=120) as server, server.http() as http:
+    with serving(*options, log_file=tmp_path / "log", rate=120) as server, server.http() as http:
         dead = server.engine_pids()[1]
         streams = [Stream(server, rank) for rank in (0, 1) for _ in range(3)]
         os.kill(dead, signal.SIGKILL)
         for stream in streams[3:]:
             assert "service_unavailable_error" in stream.end()
         # The replica is back within a second or two. Until then the other one answers.
-        health = http.get("/health").json()
-        assert health["replicas"][0] == {"replica": 0, "status": "ok"}
+        assert http.get("/health").json()["replicas"][0] == {"replica": 0, "status": "ok"}
         assert http.post(CHAT, json=REQUESTS[CHAT]).status_code == 200
         for stream in streams[:3]:
             assert '"finish_reason":"length"' in stream.end()

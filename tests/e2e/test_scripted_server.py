@@ -74,5 +74,4 @@ def test_prompts_are_scored_as_certain(http: httpx.Client) -> None:
 
 def test_missing_script_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "nano", "--prompt", "Hi", "--script", "nowhere.toml"]) == 2
-    error = capsys.readouterr().err
-    assert "--script is 'nowhere.toml', which cannot be read" in error
+    assert "--script is 'nowhere.toml', which cannot be read" in capsys.readouterr().err

@@ -47,8 +47,7 @@ class Batch:
         firsts = torch.arange(0, EXPERTS, count, dtype=torch.int32, device=device)
         self.experts = ExpertRanges(firsts, count)
         draw = partial(torch.randn, generator=generator, device=device)
-        scores = draw(world, num_rows, EXPERTS)
-        self.all_ids = scores.topk(TOP_K).indices.to(torch.int32)
+        self.all_ids = draw(world, num_rows, EXPERTS).topk(TOP_K).indices.to(torch.int32)
         for rank in range(1, world):
             self.all_ids[rank, num_rows - rank * num_rows // 8 :] = -1
         self.num_own = int((self.all_ids[group.rank, :, 0] >= 0).sum())
@@ -58,8 +57,7 @@ class Batch:
             draw(world, num_rows, HIDDEN // 128),
         ]
         # outputs of the experts of every rank for every row
-        made = draw(world, world * num_rows, HIDDEN).bfloat16()
-        self.made = made * self.held().unsqueeze(-1)
+        self.made = draw(world, world * num_rows, HIDDEN).bfloat16() * self.held().unsqueeze(-1)
         self.out = self.made[group.rank].contiguous()
 
     def held(self) -> Tensor:

@@ -60,8 +60,7 @@ def m3(quantization: str) -> ModelSpec:
 
 
 def synthetic(spec: ModelSpec, kernels: KernelTable, device: torch.device) -> Decoder:
-    context = ParallelContext.single()
-    model = build_model(spec, context=context, device=device, kernels=kernels)
+    model = build_model(spec, context=ParallelContext.single(), device=device, kernels=kernels)
     fill_synthetic(model.weight_slots(), spec, 0, device=device)
     model.finish_loading()
     return model

@@ -190,8 +190,7 @@ def write_checkpoint(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> 
     if name != NEURON:
         write(folder, CONFIG, tensors, {**FORMATS, **OTHER_SIZES}[name])
         return
-    config = {**CONFIG, "quantization_config": FP8_CONFIG}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FP8_CONFIG}))
     made, _ = preprocessed(to_fp8(dict(tensors)))
     save_single(folder, made)
     write_index(folder, dict.fromkeys(made, "model.safetensors"))

@@ -35,8 +35,7 @@ def test_refuses_values_not_finite(name: str, value: float, message: str, tmp_pa
         if name in tensors:
             values, is_fp8 = tensors[name], tensors[name].dtype == torch.float8_e4m3fn
             values = values.view(torch.uint8) if is_fp8 else values
-            where = (3, 5) if name.endswith("w2.weight") else (0,) * values.dim()
-            values[where] = value
+            values[(3, 5) if name.endswith("w2.weight") else (0,) * values.dim()] = value
             save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         LLM(str(folder), device="cuda")

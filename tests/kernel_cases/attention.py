@@ -112,8 +112,7 @@ def apply_norm(
     qkv = t["qkv"].clone()
     if n["heads"] == 0:  # The columns are part of a wider tensor.
         qkv = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]
-    q = kernel.run(qkv, *norm, TokenPlaces(*angles, rows), cache)
-    return q, k_cache, v_cache
+    return kernel.run(qkv, *norm, TokenPlaces(*angles, rows), cache), k_cache, v_cache
 
 
 def norm_cost(case: Case) -> Cost:
@@ -128,8 +127,7 @@ def _rope_case(
     frequencies = signed_frequencies(rotary_dim, 1e4).to(generator.device)
     angles = cos_sin(torch.arange(shape[0], device=generator.device), frequencies)
     q, k = (randn(*shape, dtype=dtype, generator=generator, scale=2.0) for _ in range(2))
-    tensors = {"q": q, "k": k, "cos": angles[0], "sin": angles[1]}
-    return Case(f"{shape=} {rotary_dim=}", tensors)
+    return Case(f"{shape=} {rotary_dim=}", {"q": q, "k": k, "cos": angles[0], "sin": angles[1]})
 
 
 def apply_rope(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:

@@ -342,8 +342,7 @@ def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    plan = plan_of(kernel, case, dtype=torch.bfloat16)
-    choice = kernel.run(case.tensors["keys"], plan, None)
+    choice = kernel.run(case.tensors["keys"], plan_of(kernel, case, dtype=torch.bfloat16), None)
     return choice.ids, choice.pages
 
 

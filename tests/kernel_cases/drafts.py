@@ -25,10 +25,9 @@ def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         firsts = (num_drafts + 1).cumsum(0) - num_drafts - 1
         sampled = draw(-1, 3, (int((num_drafts + 1).sum()),))
         index = (firsts.unsqueeze(1) + torch.arange(room)).clamp_max(len(sampled) - 1)
-        is_rejected = draw(0, 6, (len(num_drafts), room)) == 0
         tensors = {
             "sampled": sampled,
-            "drafts": sampled[index].masked_fill(is_rejected, 7),
+            "drafts": sampled[index].masked_fill(draw(0, 6, (len(num_drafts), room)) == 0, 7),
             "firsts": firsts,
             "num_drafts": num_drafts,
         }

@@ -202,8 +202,7 @@ def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             "gate_up": make(6, 2 * width, 72, scale=72**-0.5),
             "down": make(6, 72, width, scale=0.3 * width**-0.5),
         }
-        label = f"shared T={num_tokens} hidden=72 width={width}"
-        found.append(Case(label, tensors, m3))
+        found.append(Case(f"shared T={num_tokens} hidden=72 width={width}", tensors, m3))
     for stored, num_tokens in ((E4M3_BLOCKS, 18), (E4M3_BLOCKS, 26), (weight_only.INT4, 3),
                                (weight_only.INT4, 18), (weight_only.INT8_CHANNEL, 26)):  # fmt: skip
         found.append(_m3_case(dtype, generator, stored, num_tokens, 128, 128, 3, 1))

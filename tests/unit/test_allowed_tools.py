@@ -14,8 +14,7 @@ Choice = tuple[list[dict[str, Any]] | None, CallChoice]
 
 
 def chat_choice(choice: dict[str, Any], *, names: tuple[str, ...] = NAMES, **fields: Any) -> Choice:
-    tools = [function(name) for name in names]
-    request = chat(tools=tools, tool_choice=choice, **fields)
+    request = chat(tools=[function(name) for name in names], tool_choice=choice, **fields)
     offered = request.offered_tools
     return offered, request.call_choice(offered)
 
@@ -68,8 +67,7 @@ def test_without_such_a_choice_every_tool_can_be_called() -> None:
 
 def test_responses_have_custom_tools_namespaces_and_tools_that_run_elsewhere() -> None:
     tools = flat("patch", "custom"), flat("lamp"), {"type": "web_search"}, flat("home.lamp")
-    shape = of_responses(*tools)
-    assert responses_choice(shape)[1].allowed == ("patch", "home.lamp")
+    assert responses_choice(of_responses(*tools))[1].allowed == ("patch", "home.lamp")
 
 
 @pytest.mark.parametrize(

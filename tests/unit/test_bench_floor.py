@@ -50,8 +50,7 @@ def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds
 def test_limit_follows_layers_ranks_and_formats() -> None:
     def floor(kv_dtype: str = "bfloat16", **changes: object) -> float:
         spec = replace(M2, **changes)  # type: ignore[arg-type]
-        dtypes = BF16 | {"kv_dtype": kv_dtype}
-        return step_bytes(spec, batch=16, context=1000, **dtypes, ranks=1)
+        return step_bytes(spec, batch=16, context=1000, **BF16 | {"kv_dtype": kv_dtype}, ranks=1)
 
     head = M2.vocab_size * M2.hidden_size * 2
     assert floor(num_layers=31) - head == pytest.approx((floor() - head) / 2)

@@ -147,8 +147,7 @@ def test_transport_need_not_be_of_asyncios_class() -> None:
 
 def test_bodies_with_a_length_and_until_the_end_of_the_connection() -> None:
     body = "".join(CHAT).encode()
-    sized = f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body
-    check_chat(asyncio.run(read([sized])))
+    check_chat(asyncio.run(read([f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body])))
     check_chat(asyncio.run(read([f"{HEAD}\r\n".encode(), body], closes=True)))
 
 

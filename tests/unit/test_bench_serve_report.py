@@ -185,8 +185,7 @@ def test_other_models_are_other_series() -> None:
 
 def test_table_has_a_line_per_run() -> None:
     lines = table(group([result(), result(max_concurrency=8, failed=2, p99_tpot_ms=9.0)]))
-    rows = [line.split() for line in lines.splitlines()[1:]]
-    assert rows == [
+    assert [line.split() for line in lines.splitlines()[1:]] == [
         ["vllm", "4", "10", "-", "1,234.5", "20.00", "30.00", "5.00", "-"],
         ["8", "10", "2", "1,234.5", "20.00", "30.00", "5.00", "9.00"],
     ]

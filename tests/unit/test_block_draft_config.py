@@ -71,8 +71,7 @@ def test_a_dflash_draft_is_read() -> None:
     spec: Any = FAMILIES[DFLASH].read_spec(FLASH)
     assert (spec.most_tokens, spec.aux_layers, spec.windows) == (7, (2, 31, 59), (0,) * 5)
     assert not spec.samples_anchor and not spec.markov_rank and not spec.is_gemma
-    slides = FLASH | {"swa_window_size": 64, "causal": True}
-    spec = FAMILIES[DFLASH].read_spec(slides)
+    spec = FAMILIES[DFLASH].read_spec(FLASH | {"swa_window_size": 64, "causal": True})
     assert spec.windows == (64,) * 5 and spec.is_causal
 
 

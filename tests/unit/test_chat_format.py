@@ -79,8 +79,7 @@ def test_names_of_a_family_split_reasoning_and_find_calls(model: str, name: str)
 
 @pytest.mark.parametrize("name", ["minimax_m2_append_think", "minimax-append-think"])
 def test_append_think_leaves_the_opener_and_the_raw_text_in_content(name: str) -> None:
-    found = read_parts(M2_ANSWER, reasoning_parser=name)
-    assert found == (None, "<think>why\n</think>\n\nok", 1)
+    assert read_parts(M2_ANSWER, reasoning_parser=name) == (None, "<think>why\n</think>\n\nok", 1)
 
 
 @pytest.mark.parametrize("none", [None, "none"])

@@ -74,8 +74,7 @@ def test_plan_uses_the_engines_chunks() -> None:
     spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
     plan = make_plan(spec, Hardware(MEASURED, 4), [Workload(1, LONGEST, 1000)])
     seconds = {each.topology.label: each.prompt_seconds for each in plan.candidates}
-    cost = costs("minimax-m2", pp=4)
-    assert seconds["PP4"] < cost.prefill_seconds(LONGEST, chunk=STEP) / 1.2
+    assert seconds["PP4"] < costs("minimax-m2", pp=4).prefill_seconds(LONGEST, chunk=STEP) / 1.2
     alone = costs("minimax-m2", tp=4)
     assert seconds["TP4"] == pytest.approx(alone.prefill_seconds(LONGEST, chunk=STEP))
 

@@ -183,8 +183,7 @@ def test_input_items_of_openai() -> None:
             requests.append((name, {"input": items}))
     assert len(requests) > 150
     # References need stored items, results must name their call, and summaries are refused.
-    refusals = {"reference", "no call_id", "compaction_trigger"}
-    assert refused(answer_openai, requests) == refusals
+    assert refused(answer_openai, requests) == {"reference", "no call_id", "compaction_trigger"}
 
 
 def tools_in(union: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -63,8 +63,7 @@ def test_other_requests_go_on_beside_a_hostile_one(hostile: ChatTemplate, tmp_pa
 
     async def main() -> None:
         looping = asyncio.ensure_future(ask("go"))
-        answers = [await ask("hi") for _ in range(3)]
-        assert answers == ["hi"] * 3 and not looping.done()
+        assert [await ask("hi") for _ in range(3)] == ["hi"] * 3 and not looping.done()
         with pytest.raises(InvalidRequestError, match="or used more than"):
             await looping
 

@@ -133,8 +133,7 @@ def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:
 
 
 def test_a_long_answer_is_read_to_its_end() -> None:
-    parts = ["Thought. " * 2_000 + "\n</think>\n\n", "Content. " * 2_000]
-    token_ids, places = expected(parts)
+    token_ids, places = expected(["Thought. " * 2_000 + "\n</think>\n\n", "Content. " * 2_000])
     (found,) = read(token_ids, M2, size=50, fragments=200)
     assert [-1024 * entry.logprob for entry in found] == places[0]
 

@@ -251,7 +251,6 @@ def test_tokens_of_the_reasoning_are_counted_with_the_tags_that_it_quotes(
     for start in range(0, len(texts), step):
         part = texts[start : start + step]
         pieces = [TextPiece(text, TAGS.get(text, 1)) for text in part]
-        ids = [TAGS.get(text, 1) for text in part]
-        reader.push(output("", token_ids=ids, pieces=pieces))
+        reader.push(output("", token_ids=[TAGS.get(text, 1) for text in part], pieces=pieces))
     reader.push(output("", finish="stop"))
     assert reader.num_reasoning_tokens == len(thought)

@@ -33,8 +33,7 @@ from negamax.scheduler.expert_placement import (
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
     ranks, experts = draw(st.sampled_from((1, 2, 3, 4, 8))), draw(st.integers(1, 24))
-    per_rank = draw(st.integers(-(-experts // ranks), experts))
-    return ranks, experts, ranks * per_rank
+    return ranks, experts, ranks * draw(st.integers(-(-experts // ranks), experts))
 
 
 def loads_of(num_experts: int) -> st.SearchStrategy[list[int]]:
@@ -134,8 +133,7 @@ def test_a_threshold_leaves_balanced_ranks_alone() -> None:
 
 
 def test_counts_alone_move_nothing_and_are_read_now_and_then() -> None:
-    layout = ParallelLayout(tp=2, ep=2)
-    own = ExpertBalancer(layout, num_layers=3, num_experts=6, config=None)
+    own = ExpertBalancer(ParallelLayout(tp=2, ep=2), num_layers=3, num_experts=6, config=None)
     steps = [own.direct() for _ in range(2 * COUNT_STEPS)]
     assert sum(step is not None for step in steps) == 2
     assert not any(step.moves for step in steps if step)

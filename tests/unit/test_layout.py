@@ -143,8 +143,7 @@ def test_neighbours_share_out_the_cache_of_a_kv_head() -> None:
         assert view.ranks[view.rank] == view.cache_ranks[view.cache_rank] == rank
         others = [ParallelLayout(rank=each, tp=16, dcp=2).attention for each in view.cache_ranks]
         assert {each.kv_heads(4) for each in others} == {view.kv_heads(4)}
-        heads = [head for each in others for head in each.heads(64)]
-        assert heads == list(view.cache_heads(64))
+        assert [head for each in others for head in each.heads(64)] == list(view.cache_heads(64))
     with pytest.raises(ConfigError, match="groups of 3"):
         ParallelLayout(tp=8, dcp=3)
 
@@ -281,8 +280,7 @@ def test_documents_state_the_bytes_of_each_split() -> None:
 
 
 def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
-    sizes = {False: [1, 2, 4, 8, 16, 24, 48], True: [2, 4, 8, 16]}
-    for whole, expected in sizes.items():
+    for whole, expected in {False: [1, 2, 4, 8, 16, 24, 48], True: [2, 4, 8, 16]}.items():
         splits = possible_splits(M2, most=48)
         splits = [each for each in splits if each.enable_expert_parallel is whole]
         assert [each.tensor_parallel_size for each in splits] == expected

@@ -64,8 +64,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("is_in_terminal", [True, False])
 def test_a_hangup_reloads_and_ends_only_when_the_terminal_is_gone(is_in_terminal: bool) -> None:
     controller, terminal = pty.openpty()
-    name = os.ttyname(terminal) if is_in_terminal else ""
-    command = [sys.executable, "-c", PROGRAM, name]
+    command = [sys.executable, "-c", PROGRAM, os.ttyname(terminal) if is_in_terminal else ""]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

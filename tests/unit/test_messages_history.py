@@ -353,8 +353,7 @@ def test_a_tool_of_the_clients_own_needs_its_schema(tool: dict[str, str]) -> Non
 
 def test_the_effort_of_the_last_system_message_that_has_one_counts() -> None:
     def effort(*messages: dict[str, Any]) -> str | None:
-        low = {"effort": "low"}
-        return request(*messages, output_config=low).thinking_choice.effort
+        return request(*messages, output_config={"effort": "low"}).thinking_choice.effort
 
     high, unchanged = (system("x", output_config=each) for each in ({"effort": "high"}, {}))
     assert effort() == effort(unchanged) == "low"

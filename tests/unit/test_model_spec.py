@@ -491,8 +491,7 @@ def test_index_keys_are_sharded_where_that_is_faster_for_the_longest_sequence() 
     ):  # fmt: skip
         sizes = {"ranks": ranks, "max_model_len": longest}
         assert shards_index(caches, asked, dtype="fp8", **sizes) == expected
-    dense = bundled_spec("minimax-m2").kv_caches()
-    assert sharding_crossover(dense, dtype="fp8", ranks=4) == inf
+    assert sharding_crossover(bundled_spec("minimax-m2").kv_caches(), dtype="fp8", ranks=4) == inf
 
 
 # --- generation_config.json ----------------------------------------------------------------------

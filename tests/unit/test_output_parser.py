@@ -239,9 +239,8 @@ def test_tags_with_ids_count_only_as_tokens(
     format: OutputFormat, ids: dict[str, int], texts: list[str], expected: tuple[str, ...]
 ) -> None:
     pieces = [TextPiece(text, ids.get(text)) for text in texts]
-    in_reasoning = format is not MINIMAX_M3
     output = parsing.read_chunks(
-        format, [pieces], tools=TOOLS, in_reasoning=in_reasoning, tag_ids=ids
+        format, [pieces], tools=TOOLS, in_reasoning=format is not MINIMAX_M3, tag_ids=ids
     )
     names = [call.name for call in output.tool_calls]
     assert (output.reasoning, output.content, *names) == expected

@@ -178,8 +178,7 @@ def test_held_text_is_sent_in_time(kind: type[ContentDelta | ReasoningDelta]) ->
     out = ["".join(sent) for sent in send(fragments, step=step, kind=kind)]
     assert "".join(out) == "".join(fragments)
     for i in range(len(out)):
-        num_sent = len("".join(out[: i + 1]))
-        assert (i + 1 - num_sent) * step <= 2 * HOLD_SECONDS
+        assert (i + 1 - len("".join(out[: i + 1]))) * step <= 2 * HOLD_SECONDS
 
 
 def test_quick_arguments_are_sized_and_complete() -> None:

@@ -311,7 +311,6 @@ def test_number_of_replicas_has_limits(count: int) -> None:
 @in_loop
 async def test_later_choices_compute_the_prompt_only_where_they_cannot_share_it() -> None:
     engine, _ = engine_of(1)
-    sampling = SamplingParams()
-    assert engine.prefill_tokens(100, sampling, num_choices=3) == [100, 1, 1]
+    assert engine.prefill_tokens(100, SamplingParams(), num_choices=3) == [100, 1, 1]
     scored = SamplingParams(prompt_logprobs=1)
     assert engine.prefill_tokens(100, scored, num_choices=3) == [100, 100, 100]

@@ -104,8 +104,7 @@ def test_a_performance_mode_of_a_server_uses_all_gpus() -> None:
     options = EngineOptions("nano", performance_mode="throughput", max_model_len=2048)
     for one_engine, gpus in ((True, {1, 2, 4}), (False, {4})):
         chosen = choose_parallel_sizes(options, one_engine=one_engine)
-        num_ranks = ParallelLayout.of(chosen.parallel).world_size
-        assert num_ranks * chosen.num_replicas in gpus
+        assert ParallelLayout.of(chosen.parallel).world_size * chosen.num_replicas in gpus
         assert one_engine == (chosen.num_replicas == 1)
 
 

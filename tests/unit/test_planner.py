@@ -351,8 +351,7 @@ def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
 def test_requests_beyond_the_cache_wait() -> None:
     plan = make_plan(M2, Hardware(MEASURED, 4), [Workload(400, 20_000, 1000)])
     for each in plan.candidates:
-        found = each.predictions[0]
-        assert found.concurrency <= each.cache_tokens // 21_000 < 400
+        assert each.predictions[0].concurrency <= each.cache_tokens // 21_000 < 400
 
 
 def test_yields_each_layout_once() -> None:
@@ -581,5 +580,4 @@ def test_page_predicts_unmeasured_splits() -> None:
         (each,) = [one for one in plan.candidates if one.topology.label == name]
         assert prompts == f"{each.prefill_rate:,.0f}"
         for one, cell in zip(each.predictions, cells.split("|"), strict=True):
-            times = f"{1e3 * one.token_seconds:.1f}, {one.tokens_per_second:,.0f}"
-            assert cell.strip() == times
+            assert cell.strip() == f"{1e3 * one.token_seconds:.1f}, {one.tokens_per_second:,.0f}"

@@ -173,8 +173,7 @@ def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:
 def test_blocks_shared_with_a_running_request_cost_nothing() -> None:
     scheduler = make_scheduler(num_blocks=5)
     scheduler.add("a", PROMPT[:9], max_tokens=3)  # three blocks
-    first = scheduler.next_plan()
-    scheduler.commit(first)
+    scheduler.commit(scheduler.next_plan())
     scheduler.add("b", PROMPT[:9], max_tokens=3)  # The request takes one of the two free blocks.
     assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
 

@@ -45,8 +45,7 @@ def test_skips_a_folder_with_a_long_path(temporary: Path, monkeypatch: pytest.Mo
 def test_abandoned_folders_are_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = "import os; from negamax.base.private_folder import PrivateFolder"
     command = [sys.executable, "-c", f"{load}; print(PrivateFolder().path, flush=True); os.abort()"]
-    environment = {"TMPDIR": str(temporary)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env={"TMPDIR": str(temporary)}, capture_output=True, text=True)
     abandoned, foreign = Path(done.stdout.strip()), temporary / "negamax-notes"
     foreign.mkdir()
     used = PrivateFolder()

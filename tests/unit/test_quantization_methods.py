@@ -95,8 +95,7 @@ COMPRESSED_FP8 = described.compressed(
 
 def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
     dims = Dim(Axis.ROWS, rows), Dim(Axis.COLUMNS, columns)
-    name = f"fp8_e4m3_block_{rows}x{columns}"
-    return fp8(name, dims, scale_name="weight_scale_inv", fnuz=fnuz)
+    return fp8(f"fp8_e4m3_block_{rows}x{columns}", dims, scale_name="weight_scale_inv", fnuz=fnuz)
 
 
 def scheme_of(spec: dict[str, Any] | QuantizationSpec | None) -> Scheme:
@@ -456,8 +455,7 @@ def test_hopper_holds_mxfp8_as_blocks_unless_told_otherwise(
     for device, is_hopper in (("cpu", True), ("cuda", False), ("cuda", True)):
         monkeypatch.setattr("negamax.worker.device.multiplies_blocks", lambda _, it=is_hopper: it)
         found = _choose_weight_format(options, spec, device).quantization
-        is_default = asked is None and device == "cuda" and is_hopper
-        assert found == (blocks if is_default else expected)
+        assert found == (blocks if asked is None and device == "cuda" and is_hopper else expected)
     formats = {each.name for each in scheme_of(blocks).formats}
     assert formats == {E4M3_BLOCKS.name} | ({NVFP4.name} if name == "minimax-m3.1-flash" else set())
 
@@ -479,8 +477,7 @@ def test_mxfp8_becomes_blocks_on_request() -> None:
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed},
          "nvfp4"),
     ):  # fmt: skip
-        stored = QuantizationSpec(description["quant_method"], description)
-        spec, note = quantized("fp8", stored)
+        spec, note = quantized("fp8", QuantizationSpec(description["quant_method"], description))
         assert note is None and spec is not None and spec.method == "online"
         assert msgspec.convert(msgspec.to_builtins(spec), QuantizationSpec) == spec
         scheme = scheme_of(spec)

@@ -19,8 +19,7 @@ def make_gate(
     table: dict[int, bytes] = TOKENS,
 ) -> ReasoningGate:  # fmt: skip
     ids = (OPEN, CLOSE, CALL) if by_id else (None, None, None)
-    texts = ("<mm:think>", "</mm:think>", "]<]")
-    opener, closer, call_opener = map(Marker, texts, ids)
+    opener, closer, call_opener = map(Marker, ("<mm:think>", "</mm:think>", "]<]"), ids)
     reasoning = Reasoning(
         state="open" if state == "open" else "optional", opener=opener, closer=closer,
         call_opener=call_opener, closing_ids=closing, max_newlines=0,

@@ -45,8 +45,7 @@ class Pipeline:
             for others in filter(None, after_oldest):
                 samples = zip(others[rank].slots, others[rank].needs_sampling, strict=True)
                 in_flight |= {slot for slot, is_sampled in samples if is_sampled}
-            reassigned = {row.slot for row in plan.new_rows}
-            assert in_flight.isdisjoint(set(plan.slots) - reassigned)
+            assert in_flight.isdisjoint(set(plan.slots) - {row.slot for row in plan.new_rows})
         if len(self.in_flight) == self.stages:
             oldest = self.in_flight.popleft()
             if oldest is not None:
@@ -92,8 +91,7 @@ def test_a_prompt_fills_the_pipeline() -> None:
 def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -> None:
     pipeline = Pipeline(2)
     pipeline.add("one", [3, 4], 30)
-    turns = [pipeline.turn() is not None for _ in range(8)]
-    assert turns == [True, False] * 4
+    assert [pipeline.turn() is not None for _ in range(8)] == [True, False] * 4
 
 
 def test_rows_verify_drafts_from_their_second_turn_on() -> None:

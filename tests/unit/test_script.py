@@ -118,8 +118,7 @@ def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     rows = [
         NewRow(slot, prompt, len(prompt), 0, [slot], SamplingParams(logprobs=0)) for slot in (0, 1)
     ]
-    counts = [len(prompt)] * 2
-    plan = StepPlan(7, rows, [], [], [0, 1], counts, [0, 0], [True, True], [0])
+    plan = StepPlan(7, rows, [], [], [0, 1], [len(prompt)] * 2, [0, 0], [True, True], [0])
     step = loop.executor.launch([plan])
     loop.executor.send_bitmask(GrammarBitmask(7, [0], [0], [bytes(-(-info.vocab_size // 8))]))
     (result,) = step()

@@ -99,8 +99,7 @@ class Engine:
             result = self.worker.execute(plans[0], lose=lose, bad_rows=bad)
             self.in_flight.append((plans, None if lose else result))
         elif not self.in_flight:
-            holds = transfers.shared.holds_kv_blocks
-            assert holds or not self.scheduler.has_unfinished, "stuck"
+            assert transfers.shared.holds_kv_blocks or not self.scheduler.has_unfinished, "stuck"
         while len(self.in_flight) > (1 if plans is not None else 0):
             plans_of, found = self.in_flight.popleft()
             updates += (
@@ -121,8 +120,7 @@ class Engine:
     def check_empty(self) -> None:
         (rank,) = self.scheduler.ranks
         assert rank.num_free_blocks == self.limits.num_blocks
-        unplanned = len(rank.host._new_stores)
-        assert rank.host.blocks.num_free + unplanned == rank.host.num_blocks
+        assert rank.host.blocks.num_free + len(rank.host._new_stores) == rank.host.num_blocks
         transfers = self.transfers
         assert not (transfers._pulls or transfers._copies or transfers._held or self.copies)
         assert not (transfers._prefills or transfers._waiting or rank.shared.leases)
@@ -283,8 +281,7 @@ class World:
             copy.num_read += 1
         if problem or copy.num_read == len(command.places):
             engine.copies.remove(copy)
-            done = ImportDone(command.number, problem)
-            engine.transfers.take_copied(done, now=self.now)
+            engine.transfers.take_copied(ImportDone(command.number, problem), now=self.now)
 
     def wait(self) -> None:
         self.now += self.rng.choice((0.1, 0.5, 0.5, 2.0))
@@ -443,8 +440,7 @@ def test_an_open_before_the_prompt_waits_for_it_or_for_the_end_of_its_request() 
     for name in "ab":
         early = OpenLease(name, "", "model", b"", 2)
         engine.transfers.handle(name.encode(), early, now=0.0)
-    request = make_request("b", 10, lease_id="b")
-    engine.transfers.begin(request, now=0.0)
+    engine.transfers.begin(make_request("b", 10, lease_id="b"), now=0.0)
     engine.transfers.take_updates([SequenceUpdate("b", [], finish_reason="abort")])
     assert [(peer, type(message)) for peer, message in engine.sent] == [(b"b", LeaseRefused)]
     engine.sent.clear()
@@ -535,8 +531,7 @@ def test_a_pull_waits_for_room_and_is_not_overtaken() -> None:
     engine = Alone(num_host_blocks=3)
     for name, length in (("a", 10), ("b", 10), ("c", 5)):
         engine.pull(name, lease=name, length=length)
-        places = list(range((length - 1) // 4))
-        engine.answer(LeaseOpened(name, ["p"], places, 7, 0))
+        engine.answer(LeaseOpened(name, ["p"], list(range((length - 1) // 4)), 7, 0))
     assert [len(copy.places) for copy in engine.copies] == [2]
     for _ in range(2):
         engine.transfers.take_copied(ImportDone(0, "failed"), now=1.0)
