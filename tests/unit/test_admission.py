@@ -31,9 +31,6 @@ def test_a_full_batch_and_queue_refuse_the_next_request() -> None:
     assert refused.value.code == "queue_full"
     queue.leave("s3", now=1.0)
     queue.check(1, 10, now=1.0)
-
-
-def test_a_request_that_never_fits_is_invalid() -> None:
     with pytest.raises(InvalidRequestError):
         admission().check(6, 10, now=0.0)
 
@@ -47,9 +44,6 @@ def test_tokens_count_only_while_they_wait() -> None:
     queue.start("s0")
     queue.check(1, 50, now=0.0)
     assert queue.waiting_tokens == 50
-
-
-def test_a_long_prompt_is_admitted_when_nothing_waits() -> None:
     queue = admission(tokens=100)
     queue.check(1, 5000, now=0.0)
     queue.enter("long", 5000)
@@ -57,9 +51,6 @@ def test_a_long_prompt_is_admitted_when_nothing_waits() -> None:
         queue.check(1, 1, now=0.0)
     queue.start("long")
     queue.check(1, 5000, now=0.0)
-
-
-def test_default_token_limit_follows_the_cache() -> None:
     queue = admission(tokens=None)
     fill(queue, 2, tokens=200)
     with pytest.raises(OverloadedError):
@@ -79,9 +70,6 @@ def test_retry_after_is_the_time_the_queue_takes() -> None:
     assert 25 < queue.retry_after(99.0) < 35
     # No request has ended for an hour, so the answer is the largest delay, two minutes.
     assert queue.retry_after(99.0 + 3600) == 120.0
-
-
-def test_unserved_sequences_do_not_change_the_rate() -> None:
     queue = admission(waiting=100)
     for index in range(50):
         queue.enter(f"s{index}", 1)
@@ -162,6 +150,16 @@ def test_each_tenant_leaves_as_much_of_the_queue_free_as_it_holds() -> None:
     assert refused.value.code == "queue_share_full"
     queue.check(1, 1, now=0.0)  # A tenant that is alone may use the rest of the queue.
     assert fill_as(queue, "dora", 20) == 1
+    queue = admission(running=8, waiting=2, tokens=10**6)
+    queue.check(9, 9, now=0.0, sharer="anna")
+    with pytest.raises(InvalidRequestError, match="allowed: 9"):
+        queue.check(10, 10, now=0.0, sharer="anna")
+    assert fill_as(queue, "anna", 20) == 9
+    assert fill_as(queue, "bert", 20) == 1
+    queue = admission(running=2, waiting=100, tokens=100)
+    assert fill_as(queue, "anna", 20, tokens=10) == 5
+    assert fill_as(queue, "bert", 20, tokens=10) == 2
+    queue.check(1, 30, now=0.0, sharer="carl")
 
 
 @given(st.integers(1, 8), st.integers(2, 40), st.lists(st.integers(1, 12), min_size=1, max_size=30))
@@ -175,22 +173,6 @@ def test_one_tenant_never_fills_the_queue(running: int, waiting: int, sizes: lis
         for choice in range(size):
             queue.enter(f"{number}/{choice}", 1, tenant="anna")
     queue.check(1, 1, now=0.0, sharer="bert")
-
-
-def test_running_sequences_do_not_count_as_queue_share() -> None:
-    queue = admission(running=8, waiting=2, tokens=10**6)
-    queue.check(9, 9, now=0.0, sharer="anna")
-    with pytest.raises(InvalidRequestError, match="allowed: 9"):
-        queue.check(10, 10, now=0.0, sharer="anna")
-    assert fill_as(queue, "anna", 20) == 9
-    assert fill_as(queue, "bert", 20) == 1
-
-
-def test_tenants_share_the_tokens_that_may_wait() -> None:
-    queue = admission(running=2, waiting=100, tokens=100)
-    assert fill_as(queue, "anna", 20, tokens=10) == 5
-    assert fill_as(queue, "bert", 20, tokens=10) == 2
-    queue.check(1, 30, now=0.0, sharer="carl")
 
 
 def test_tenants_have_one_share_over_all_processes() -> None:

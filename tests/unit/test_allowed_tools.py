@@ -59,13 +59,10 @@ def test_some_shown_tools_may_be_called(shape: dict[str, Any], mode: str, parall
         assert choice.is_forced == (mode == "required")
 
 
-def test_without_such_a_choice_every_tool_can_be_called() -> None:
+def test_choices_without_names_and_of_other_tools() -> None:
     tools = [function(name) for name in NAMES]
     assert CallChoice("required").callable_tools(tools) is tools
     assert CallChoice("none").callable_tools(None) is None
-
-
-def test_responses_have_custom_tools_namespaces_and_tools_that_run_elsewhere() -> None:
     tools = flat("patch", "custom"), flat("lamp"), {"type": "web_search"}, flat("home.lamp")
     assert responses_choice(of_responses(*tools))[1].allowed == ("patch", "home.lamp")
 

@@ -54,11 +54,13 @@ def sampling_of(**fields: Any) -> SamplingParams:
     return chat(**fields).sampling_params(max_tokens=None, logprobs=None)
 
 
-def test_fields_of_other_servers_are_ignored() -> None:
+def test_null_and_fields_of_other_servers_are_ignored() -> None:
     other = {"top_a": 0.2, "chat_id": "x", "extra": {"a": 1}, "enable_search": True}
     other |= {"mirostat": 1, "thinking": {"display": "x"}}
     assert chat(**other) == chat(thinking={})
     assert chat(**{f"x{number}": 1 for number in range(40)}) == chat()
+    fields = [name for name in ChatRequest.model_fields if name != "messages"]
+    assert chat(**dict.fromkeys(fields)) == chat()
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN_FIELDS | ChatRequest.ignored_fields))
@@ -210,11 +212,6 @@ def test_huge_input_is_refused_quickly_in_one_short_sentence(name: str) -> None:
     else:  # Ranges of numbers are checked with the sampling parameters.
         with pytest.raises(InvalidRequestError):
             sampling.check(max_logprobs=20, vocab_size=100)
-
-
-def test_null_means_left_out() -> None:
-    fields = [name for name in ChatRequest.model_fields if name != "messages"]
-    assert chat(**dict.fromkeys(fields)) == chat()
 
 
 @pytest.mark.parametrize(
@@ -384,7 +381,7 @@ def test_wrong_form_is_refused_with_its_field(fields: dict[str, Any], param: str
     assert str(error.value).startswith(param)
 
 
-def test_tools_of_instructions_are_offered_too() -> None:
+def test_offered_tools() -> None:
     root = {"role": "root", "content": "x", "tools": [tool("a")]}
     messages = [root, *HELLO, {"role": "system", "tools": [tool("b")]}]
     offered = chat(messages=messages, tools=[tool("c")]).offered_tools
@@ -393,9 +390,6 @@ def test_tools_of_instructions_are_offered_too() -> None:
     for wrong in ("x", [5], [{"function": {}}]):
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tools"):
             _ = chat(messages=[{**root, "tools": wrong}]).offered_tools
-
-
-def test_tool_choice_none_hides_the_tools() -> None:
     tools = [tool("my-tool.v2")]
     assert chat(tools=tools).offered_tools == tools
     assert chat(tools=tools, tool_choice="none").offered_tools is None

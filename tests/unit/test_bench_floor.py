@@ -98,9 +98,6 @@ def test_a_step_takes_as_long_as_the_slowest_rank_of_each_stage() -> None:
     answers = [DebugResult(number=each) for each in seconds]
     assert Group(LAYOUT).stage_milliseconds(answers) == [2.0, 3.0]
     assert Group(LAYOUT).stage_milliseconds([*answers[:-1], DebugResult()]) == []
-
-
-def test_rows_take_turns_and_are_split() -> None:
     group = Group(LAYOUT)
     assert [group.step_rows(count) for count in (1, 2, 3, 100)] == [1, 1, 2, 50]
     assert [group.rank_rows(count) for count in (1, 3, 100, 102)] == [1, 1, 25, 26]

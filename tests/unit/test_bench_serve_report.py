@@ -87,24 +87,19 @@ def test_totals_count_good_requests_only() -> None:
     names = ("request_throughput", "output_throughput", "total_token_throughput")
     assert [summary[name] for name in names] == [1.0, 5.0, 105.0]
     assert (summary["input_throughput"], summary["concurrency"]) == (100.0, 1.0)
-
-
-def test_goodput_counts_requests_within_every_limit() -> None:
     times = ((0.1, 0.2), (0.9, 1.0), (0.1, 2.1))  # fast, slow to start, slow tokens
     runs = measured(*(record(*each, output=11) for each in times))
     options = BenchOptions(goodput={"ttft": 500.0, "tpot": 50.0})
     assert summarize(runs, options)["request_goodput"] == 0.5
 
 
-def test_concurrency_does_not_count_a_request_that_ends_when_another_begins() -> None:
+def test_peak_concurrency_and_output_per_second() -> None:
+    """A request that ends when another begins does not count twice."""
     back_to_back = [record(1.0, started=10.0), record(1.0, started=11.0)]
     assert peak_concurrency(back_to_back) == 1
     assert peak_concurrency([*back_to_back, record(1.0, started=10.5)]) == 2
     assert [count for _, count in concurrency_steps(back_to_back)] == [1, 0, 1, 0]
     assert peak_concurrency([ResponseRecord(0, ended=12.0, error="not sent")]) == 0
-
-
-def test_output_per_second_spreads_tokens_over_the_chunks() -> None:
     assert output_per_second([record(0.5, 1.5, 2.5, 2.6, output=8)]) == [2.0, 2.0, 4.0]
 
 
@@ -166,7 +161,7 @@ def result(**changes: Any) -> dict[str, Any]:
     return names | load | times | {"output_throughput": 1234.5} | changes
 
 
-def test_runs_of_one_label_are_a_series_by_rising_load() -> None:
+def test_runs_of_one_label_or_model_are_a_series_by_rising_load() -> None:
     runs = [
         result(label="a", max_concurrency=16),
         result(label="b", max_concurrency=None, request_rate=2.0),
@@ -176,9 +171,6 @@ def test_runs_of_one_label_are_a_series_by_rising_load() -> None:
     ]
     found = {series.name: [load_of(run) for run in series.runs] for series in group(runs)}
     assert found == {"a": ["4", "16"], "b": ["0.5/s", "2/s", "all at once"]}
-
-
-def test_other_models_are_other_series() -> None:
     names = [series.name for series in group([result(), result(model_id="n")])]
     assert names == ["vllm, m", "vllm, n"]
 
@@ -227,15 +219,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",p
 """
 
 
-def test_counts_of_all_engines_are_added_and_a_run_has_its_own() -> None:
+def test_draft_counts_are_added_subtracted_and_summarized() -> None:
     counts = DraftCounts.of_metrics(METRICS)
     assert counts == DraftCounts(120, 360, 180, (108, 72))
     assert counts.subtract(NO_DRAFTS) == counts
     assert counts.subtract(DraftCounts(100, 300, 150, (90,))) == DraftCounts(20, 60, 30, (18, 72))
     assert sum((counts, counts), NO_DRAFTS).drafts == 240
-
-
-def test_summary_has_the_names_of_vllm() -> None:
     summary = DraftCounts.of_metrics(METRICS).summary()
     assert summary["spec_decode_acceptance_rate"] == 50.0
     assert summary["spec_decode_acceptance_length"] == 2.5

@@ -68,13 +68,17 @@ def made(options: BenchOptions, count: int, *prompts: Any) -> list[SessionTurn]:
     return list(islice(random_turns(Prompts(options, *(prompts or (None,)))), count))
 
 
-def test_random_ids_have_exactly_the_lengths_asked_for() -> None:
+def test_random_ids_have_the_lengths_seed_and_vocabulary_asked_for() -> None:
     options = BenchOptions(random_input_len=50, random_output_len=7, random_prefix_len=5)
     found = made(options, 20)
     assert {(len(ids(turn)), turn.prompt_tokens) for turn in found} == {(55, 55)}
     assert {turn.body["max_tokens"] for turn in found} == {7}
     assert len({tuple(ids(turn)[:5]) for turn in found}) == 1
     assert len({tuple(ids(turn)[5:]) for turn in found}) == 20
+    first, again, other = ([*map(ids, made(BenchOptions(seed=seed), 3))] for seed in (1, 1, 2))
+    assert first == again and first != other
+    (turn,) = made(BenchOptions(), 1, None, [7, 9])
+    assert set(ids(turn)) == {7, 9}
 
 
 def test_random_lengths_stay_within_the_range_ratio_and_the_announced_longest() -> None:
@@ -85,13 +89,6 @@ def test_random_lengths_stay_within_the_range_ratio_and_the_announced_longest() 
     assert {max_tokens for _, max_tokens in sizes} == set(range(5, 16))
     assert max(map(sum, sizes)) <= longest_prompt(options)
     assert statistics.mean(lengths) == pytest.approx(100, abs=6)
-
-
-def test_seed_and_vocabulary_decide_the_prompts() -> None:
-    first, again, other = ([*map(ids, made(BenchOptions(seed=seed), 3))] for seed in (1, 1, 2))
-    assert first == again and first != other
-    (turn,) = made(BenchOptions(), 1, None, [7, 9])
-    assert set(ids(turn)) == {7, 9}
 
 
 def test_text_is_sized_by_the_servers_own_tokens_per_character() -> None:
@@ -201,12 +198,16 @@ def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() ->
     assert same == system and asked != first and len(other["tools"]) == 12
 
 
-def test_agent_history_is_one_that_servers_accept() -> None:
+def test_agent_history_has_the_sizes_asked_for_and_servers_accept_it() -> None:
     history = turns(agent_sessions().session())[-1].body["messages"]
     assert normalize_messages(history)
     kinds = Counter(message["role"] for message in history)
     assert kinds["tool"] >= kinds["assistant"] - kinds["user"] > 0 and kinds["user"] >= 2
     assert all(one["reasoning_content"] for one in history if one["role"] == "assistant")
+    assert len(history[0]["content"]) == pytest.approx(500 * 4, rel=0.01)
+    tool_chars = sum(len(message["content"]) for message in history if message["role"] == "tool")
+    steps = sum("tool_calls" in message for message in history)
+    assert tool_chars / steps == pytest.approx(200 * 4, rel=0.35)
 
 
 def test_agent_sessions_end_before_the_window_does() -> None:
@@ -214,14 +215,6 @@ def test_agent_sessions_end_before_the_window_does() -> None:
     bodies = [turn.body for turn in turns(session)]
     assert 1 < len(bodies) < 15
     assert len(json.dumps(bodies[-1])) * SCALE.tokens_per_char + AGENT.agent_output_len < 4000
-
-
-def test_agent_sizes_are_those_asked_for() -> None:
-    history = turns(agent_sessions().session())[-1].body["messages"]
-    assert len(history[0]["content"]) == pytest.approx(500 * 4, rel=0.01)
-    tool_chars = sum(len(message["content"]) for message in history if message["role"] == "tool")
-    steps = sum("tool_calls" in message for message in history)
-    assert tool_chars / steps == pytest.approx(200 * 4, rel=0.35)
 
 
 def test_live_sessions_send_the_servers_own_answers_back() -> None:
@@ -237,9 +230,6 @@ def test_live_sessions_send_the_servers_own_answers_back() -> None:
     truncated = turns(session, answer, "length")[-1].body["messages"]
     assert "tool_calls" not in truncated[2] and truncated[3]["role"] == "user"
     assert normalize_messages(truncated)
-
-
-def test_live_session_ends_with_a_failed_answer() -> None:
     running = agent_sessions(LIVE).session().start()
     next(running)
     failed = ResponseRecord(0, error="HTTP 500")

@@ -146,22 +146,32 @@ def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
     return alone + inner
 
 
-def test_fields_of_openai() -> None:
+def test_openai_fields_and_tools() -> None:
     from openai.types.responses import response_create_params as openai_request
 
     # Conversations, prompt templates and a forced call without tools are refused.
     assert refused(answer_openai, fields_of(openai_request.ResponseCreateParamsBase)) == {
         "conversation", "prompt", "tool_choice",
     }  # fmt: skip
+    from openai.types.responses import tool_param
+
+    requests = tools_in(tool_param.ToolParam)
+    assert len(requests) > 80
+    assert refused(answer_openai, requests) == set()
 
 
-def test_fields_of_anthropic() -> None:
+def test_anthropic_fields_and_tools() -> None:
     from anthropic.types.beta import message_create_params as anthropic_request
 
     # Summaries, other servers, conversations and a forced call without tools are refused.
     assert refused(answer_anthropic, fields_of(anthropic_request.MessageCreateParamsBase)) == {
         "compaction", "mcp_servers", "thread", "tool_choice",
     }  # fmt: skip
+    from anthropic.types.beta import beta_tool_union_param
+
+    requests = tools_in(beta_tool_union_param.BetaToolUnionParam)
+    assert len(requests) > 150
+    assert refused(answer_anthropic, requests) == set()
 
 
 def test_input_items_of_openai() -> None:
@@ -189,22 +199,6 @@ def test_input_items_of_openai() -> None:
 def tools_in(union: Any) -> list[tuple[str, dict[str, Any]]]:
     kinds = objects_in(union)
     return [(kind.__name__, {"tools": [tool]}) for kind in kinds for tool in variants(kind)]
-
-
-def test_tools_of_openai() -> None:
-    from openai.types.responses import tool_param
-
-    requests = tools_in(tool_param.ToolParam)
-    assert len(requests) > 80
-    assert refused(answer_openai, requests) == set()
-
-
-def test_tools_of_anthropic() -> None:
-    from anthropic.types.beta import beta_tool_union_param
-
-    requests = tools_in(beta_tool_union_param.BetaToolUnionParam)
-    assert len(requests) > 150
-    assert refused(answer_anthropic, requests) == set()
 
 
 def test_system_messages_of_anthropic() -> None:

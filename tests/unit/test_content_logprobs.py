@@ -123,16 +123,13 @@ def test_a_closer_that_is_not_in_the_content_is_none_of_its_tokens(size: int) ->
     assert b"".join(bytes(entry.bytes) for entry in found).strip() == b"One, two."
 
 
-def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:
+def test_unfinished_and_long_answers_keep_their_tokens() -> None:
     token_ids = TOKENIZER.encode("Hm\n</think>\n\nGood 🙂")
     raw = [TOKENIZER.token_bytes(token_id) for token_id in token_ids]
     assert len(raw[-1]) < 4  # A shorter part cannot be split.
     (found,) = read(token_ids[:-1], M2, size=1, fragments=200)
     assert b"".join(bytes(entry.bytes) for entry in found).startswith(b"Good \xf0")
     assert found[-1].logprob == (2 - len(token_ids)) / 1024
-
-
-def test_a_long_answer_is_read_to_its_end() -> None:
     token_ids, places = expected(["Thought. " * 2_000 + "\n</think>\n\n", "Content. " * 2_000])
     (found,) = read(token_ids, M2, size=50, fragments=200)
     assert [-1024 * entry.logprob for entry in found] == places[0]

@@ -70,9 +70,6 @@ def test_template_variables_choose_the_mode_unless_the_request_does() -> None:
     ):
         made = prompt(HAS_MODES, greeting(thinking=thinking, template_kwargs=kwargs))
         assert made.text.endswith(f"ai:{ending}")
-
-
-def test_refuses_unknown_thinking_mode_in_template_variables() -> None:
     with pytest.raises(InvalidRequestError, match="thinking_mode is 'off'; allowed: enabled"):
         prompt(HAS_MODES, greeting(template_kwargs={"thinking_mode": "off"}))
 
@@ -137,7 +134,7 @@ def read(
     return reader, [*events, *reader.push(output("", finish=finish))]
 
 
-def test_events_have_everything_and_the_reader_lists_the_calls() -> None:
+def test_the_reader_lists_calls_as_far_as_rules_allow_them() -> None:
     reader, events = read(ANSWER)
     parsed = collect(events)
     assert (parsed.reasoning, parsed.content) == ("I think.\nHard.", "Some text.")
@@ -145,17 +142,11 @@ def test_events_have_everything_and_the_reader_lists_the_calls() -> None:
     assert [call.arguments for call in parsed.tool_calls] == ['{"x": "1"}', '{"x": "2"}']
     assert len({call.id for call in reader.calls}) == 2
     assert reader.finish_reason == "tool_calls"
-
-
-def test_only_the_first_call_counts_without_parallel_calls() -> None:
     reader, events = read(ANSWER, parallel_calls=False)
     assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0]
     (call,) = collect(events).tool_calls
     assert len(reader.calls) == 1 and call.arguments == '{"x": "1"}'
     assert reader.finish_reason == "tool_calls"
-
-
-def test_without_calls_their_markup_is_content() -> None:
     reader, events = read(ANSWER, may_call=False)
     said = collect(events)
     assert reader.calls == [] == said.tool_calls
@@ -201,7 +192,7 @@ def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
     assert collect(answer).content == "\ntwo `</think>`"
 
 
-def test_reasoning_in_the_content_stands_between_tags() -> None:
+def test_reasoning_in_the_content_stands_between_tags_or_is_left_out() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
     assert said.reasoning is None
     assert said.content == "<think>I think.\nHard.\n</think>\n\nSome text."
@@ -210,9 +201,6 @@ def test_reasoning_in_the_content_stands_between_tags() -> None:
     appended = ChatFormat.of_model("minimax_m2", reasoning_parser="minimax_m2_append_think")
     of_server = ChoiceReader(appended, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules())
     assert collect(of_server.push(output("I thi", finish="length"))).content == "<think>I thi"
-
-
-def test_reasoning_left_out_leaves_the_rest_as_it_is() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.NOWHERE)[1])
     assert (said.reasoning, said.content, len(said.tool_calls)) == (None, "Some text.", 2)
 

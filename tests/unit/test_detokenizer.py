@@ -94,15 +94,12 @@ def test_only_the_beginning_of_a_stop_string_is_held(ids: list[int], stops: list
         assert out == text[: length - held]
 
 
-def test_an_unfinished_character_becomes_a_replacement_at_its_end() -> None:
+def test_unfinished_characters_and_tags() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     assert joined(detokenizer.push(ids_of("x🚀")[:-1])) == "x"
     assert joined(detokenizer.finish()) == "\ufffd"
     pieces = run([*ids_of("🚀")[:-1], CLOSE], Detokenizer(TOKENIZER))
     assert pieces == [TextPiece("\ufffd", None), TextPiece("</think>", CLOSE)]
-
-
-def test_a_tag_that_ends_like_a_stop_string_keeps_its_id() -> None:
     detokenizer = Detokenizer(TOKENIZER, stop=[">x"])
     pieces = detokenizer.push([CLOSE]) + detokenizer.push(ids_of("y"))
     assert TextPiece("</think>", CLOSE) in pieces

@@ -59,10 +59,12 @@ def test_published_drafts_are_read() -> None:
     assert sum(one.heads * one.width * 2 for one in caches) == 32_768  # bytes per token
 
 
-def test_fields_that_are_off_or_empty_count_as_absent() -> None:
+def test_fields_that_are_off_count_as_absent_and_unknown_ones_are_noted() -> None:
     off = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
     assert read_spec(M2 | off | {"layer_types": [], "rope_scaling": {}}) == read_spec(M2)
     assert not read_spec(M2 | off).notes
+    (note,) = read_spec(M2 | {"draft_color": "green"}).notes
+    assert "draft_color" in note
 
 
 @pytest.mark.parametrize("ids", [[1, 30, 58], [2, 31, 59], None, []])
@@ -108,11 +110,6 @@ def test_refuses_unsupported_values_by_name(config: dict[str, Any], words: str) 
     assert words in refused(lambda: read_spec(config))
 
 
-def test_unknown_fields_are_noted() -> None:
-    (note,) = read_spec(M2 | {"draft_color": "green"}).notes
-    assert "draft_color" in note
-
-
 def test_refuses_the_draft_of_another_model() -> None:
     for fields, layers, words in (
         ({"vocab_size": 32000}, None, "vocab_size is 32000; the model's is 200064"),
@@ -124,9 +121,6 @@ def test_refuses_the_draft_of_another_model() -> None:
         with pytest.raises(ConfigError) as caught:
             read_spec(M2 | fields).adapt_to(target, layers)
         assert words in caught.value.message
-
-
-def test_a_shallow_target_has_no_usual_layers() -> None:
     spec = replace(read_spec(M2), aux_layers=())
     with pytest.raises(ConfigError, match="this target has 6"):
         spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(6), None)
@@ -202,15 +196,12 @@ def test_it_reads_as_the_same_draft_in_other_configs(published: dict[str, Any]) 
     assert replace(spec, speculative_tokens=None, verifier=None) == read_spec(published)
 
 
-def test_layers_are_named_by_their_inputs() -> None:
+def test_layers_are_named_by_their_inputs_and_some_fields_may_be_absent() -> None:
     for ids in ([1, 30, 58], [0, 3, 62], [5, 6, 7]):
         config = CONFIG | {"eagle_aux_hidden_state_layer_ids": ids}
         assert read_spec(config).aux_layers == tuple(ids)
     unnamed = read_spec(CONFIG | {"eagle_aux_hidden_state_layer_ids": None})
     assert unnamed.adapt_to(bundled_spec("minimax-m2.5"), None).aux_layers == (2, 31, 59)
-
-
-def test_some_fields_may_be_absent() -> None:
     layer = {name: value for name, value in CONFIG[LAYER].items() if name != "rms_norm_eps"}
     config = CONFIG | {LAYER: layer | {"torch_dtype": "float16"}, USE: None, "torch_dtype": None}
     spec = read_spec(config | {"architectures": ["Eagle3DraftModel"], "dtype": None})
@@ -219,13 +210,10 @@ def test_some_fields_may_be_absent() -> None:
     assert read_spec(CONFIG | {USE: use}).speculative_tokens == 5
 
 
-def test_acceptance_by_rank_has_no_effect_and_is_named() -> None:
+def test_refuses_a_tree_of_drafts_and_names_acceptance_by_rank() -> None:
     method = CONFIG[USE]["proposal_methods"][0] | {"verifier_accept_k": 5}
     (note,) = read_spec(CONFIG | {USE: CONFIG[USE] | {"proposal_methods": [method]}}).notes
     assert "verifier_accept_k of the draft is 5 and has no effect" in note
-
-
-def test_refuses_a_tree_of_drafts() -> None:
     kinds = {"greedy": 3, "static_tree": 60}
     methods = [{"proposal_type": kind, "speculative_tokens": kinds[kind]} for kind in kinds]
     use = CONFIG[USE] | {"default_proposal_method": "static_tree", "proposal_methods": methods}
@@ -320,11 +308,18 @@ def read(fields: dict[str, Any]) -> SpeculationConfig:
     return SpeculationConfig.read(fields, tensor_parallel_size=4)
 
 
-def test_configs_of_vllm_users() -> None:
+def test_configs_of_vllm_and_sglang_users() -> None:
     found = read({**EAGLE3, "num_speculative_tokens": 5, "draft_tensor_parallel_size": 4})
     assert found == SpeculationConfig("eagle3", 5, model="folder")
     assert read({**NGRAM, "num_speculative_tokens": None}).num_speculative_tokens == 3
     assert msgspec.convert(msgspec.to_builtins(found), type=SpeculationConfig) == found
+    assert read({**EAGLE3, "num_draft_tokens": 4}).num_speculative_tokens == 3
+    both = {**EAGLE3, "num_draft_tokens": 64, "num_speculative_tokens": 5}
+    assert read(both).num_speculative_tokens == 5
+    notes = read({**EAGLE3, "enforce_eager": True, "attention_backend": "FLASH_ATTN"}).notes
+    assert [note.split(" has no effect: ")[0].split()[-1] for note in notes] == [
+        "enforce_eager", "attention_backend"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -350,12 +345,6 @@ def test_one_lookup_length_sets_both(given: dict[str, int], low: int, high: int)
     assert (found.prompt_lookup_min, found.prompt_lookup_max) == (low, high)
 
 
-def test_sglang_counts_the_token_in_front_of_the_drafts() -> None:
-    assert read({**EAGLE3, "num_draft_tokens": 4}).num_speculative_tokens == 3
-    both = {**EAGLE3, "num_draft_tokens": 64, "num_speculative_tokens": 5}
-    assert read(both).num_speculative_tokens == 5
-
-
 @pytest.mark.parametrize(
     ("length", "rates"), [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2.5, (1, 0.5, 0)), (4, (1, 1, 1))]
 )
@@ -363,13 +352,6 @@ def test_schedule_of_a_synthetic_length(length: float, rates: tuple[float, ...])
     found = read({**SYNTHETIC, "synthetic_acceptance_length": length})
     assert found.synthetic_acceptance_rates == rates
     assert found.synthetic_acceptance_length == length
-
-
-def test_keys_without_effect_are_noted() -> None:
-    notes = read({**EAGLE3, "enforce_eager": True, "attention_backend": "FLASH_ATTN"}).notes
-    assert [note.split(" has no effect: ")[0].split()[-1] for note in notes] == [
-        "enforce_eager", "attention_backend"
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

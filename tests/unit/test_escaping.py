@@ -63,33 +63,35 @@ def converse(said: str, *, calls: bool = True) -> Conversation:
     return Conversation(messages=messages, tools=[tool(said, description=said, parameters=schema)])
 
 
-def test_forged_turns_are_text_in_every_place() -> None:
+def test_forged_turns_are_text_in_every_place_or_tokens_by_an_option() -> None:
     calm, forged = (prompt(converse(said, calls=False)) for said in ("Please.", FORGED))
     assert added(forged) == added(calm)
     assert forged.reasoning == calm.reasoning == "open"
     calm, forged = (prompt(converse(said)) for said in ("Please.", FORGED))
     control = [one for one in added(forged) if TOKENIZER.is_special(TOKENIZER.token_id(one) or 0)]
     assert control == [one for one in added(calm) if one in CONTROL]
-
-
-def test_m3_reads_forged_turns_as_text() -> None:
     template = m3_template()
     forged, calm = (prompt(converse(said, calls=False), template) for said in (FORGED, "Please."))
     assert added(forged) == added(calm)
     allowed = {"allow_special_tokens_in_text": True}
     assert forged.text == prompt(converse(FORGED, calls=False), template, **allowed).text
-
-
-def test_an_option_reads_them_as_tokens() -> None:
     plain = prompt(converse(FORGED))
     special = prompt(converse(FORGED), allow_special_tokens_in_text=True)
     assert special.text == plain.text
     assert special.token_ids == TOKENIZER.encode(special.text) != plain.token_ids
 
 
-def test_an_innocent_conversation_has_the_same_tokens() -> None:
+def test_other_text_keeps_its_tokens() -> None:
     made = prompt(converse('Größe [1] <b> x[0] a < b ]] {"a": ["b"]} 日本 🙂'))
     assert made.token_ids == TOKENIZER.encode(made.text)
+    builder = PromptBuilder(make_tokenizer(), FORMAT, max_model_len=1000)
+    (ids,) = asyncio.run(builder.plain(["]~b]x"]))
+    assert ids == make_tokenizer().encode("]~b]x")
+    # Check inline reasoning that the template splits, and tags that the model itself writes.
+    answers = [ai("why</think>b <think>]~b]"), user("c"), ai("d", reasoning="<think>")]
+    found = added(prompt([user("a"), *answers]))
+    thinking = ["]~b]", "<think>", "<think>", "</think>", "[e~["]
+    assert found[-9:] == ["]~b]", "[e~[", *thinking, "]~b]", "<think>"]
 
 
 def test_template_variables_cannot_forge_turns() -> None:
@@ -99,14 +101,6 @@ def test_template_variables_cannot_forge_turns() -> None:
     plain = with_variables()
     assert added(with_variables(model_identity=FORGED)) == added(plain)
     assert with_variables(escaper=None, **{"[e~[": {"]~b]": 1}}).token_ids == plain.token_ids
-
-
-def test_text_of_the_model_keeps_its_tags() -> None:
-    """Check inline reasoning that the template splits, and tags that the model itself writes."""
-    answers = [ai("why</think>b <think>]~b]"), user("c"), ai("d", reasoning="<think>")]
-    found = added(prompt([user("a"), *answers]))
-    thinking = ["]~b]", "<think>", "<think>", "</think>", "[e~["]
-    assert found[-9:] == ["]~b]", "[e~[", *thinking, "]~b]", "<think>"]
 
 
 PARTS = ("]~b]", "[e~[", "]~", "b]", "<think", "think>", "]<]image[>[", "\n", " ", "x", "\udfff")
@@ -168,9 +162,3 @@ def test_control_tokens_take_linear_time() -> None:
         assert len(added(asyncio.run(builder.chat(asked, num_bytes=0)))) == 7
 
     assert is_linear(lambda size: cpu_seconds(lambda: ask(size)), 300_000)
-
-
-def test_control_tokens_in_a_plain_prompt_are_tokens() -> None:
-    builder = PromptBuilder(make_tokenizer(), FORMAT, max_model_len=1000)
-    (ids,) = asyncio.run(builder.plain(["]~b]x"]))
-    assert ids == make_tokenizer().encode("]~b]x")

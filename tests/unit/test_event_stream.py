@@ -170,7 +170,7 @@ def test_list_has_all_appended_entries() -> None:
     assert decoded == {"entries": [[-0.5, 3, None], [-1.5, 4, "a,]"], None]}
 
 
-def test_bytes_of_a_stream_grow_with_its_time() -> None:
+def test_repeated_answers_are_paced_by_their_bytes() -> None:
     """Repeat an answer that grows by 400 bytes 100,000 times in 100 s: without pacing, 2 TB."""
     pacing, num_sent, largest = RepeatPacing(num_choices=2), 0, 0
     for number in range(100_000):
@@ -178,8 +178,5 @@ def test_bytes_of_a_stream_grow_with_its_time() -> None:
             num_sent += 400 * number
             largest = 400 * number
     assert num_sent <= 100 * BYTES_PER_SECOND / 2 + largest
-
-
-def test_short_answers_are_sent_with_each_token() -> None:
     pacing = RepeatPacing()
     assert all(pacing.is_due(300 + 11 * number, now=number / 100) for number in range(1500))

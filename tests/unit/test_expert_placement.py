@@ -116,7 +116,7 @@ def run(
 SKEWED = [2, 2, 40, 20, 2, 2]
 
 
-def test_a_rebalance_moves_experts_once() -> None:
+def test_a_rebalance_moves_experts_once_and_never_below_its_threshold() -> None:
     own = balancer(step_interval=40, window_size=20)
     assert run(own, 42, SKEWED) == [] and own.stats.num_rebalances == 0
     before = own.stats.balancedness
@@ -125,9 +125,6 @@ def test_a_rebalance_moves_experts_once() -> None:
     assert own.stats.num_rebalances == 1 and own.stats.balancedness > 0.95 > before
     assert own.stats.num_moved == sum(number for _, number in moved) > 0
     assert {step // 20 for step, _ in moved} == {2}  # More moves would gain nothing.
-
-
-def test_a_threshold_leaves_balanced_ranks_alone() -> None:
     own = balancer(step_interval=20, window_size=20, min_rebalancing_utilization_threshold=0.5)
     assert run(own, 200, SKEWED) == [] and own.stats.balancedness > 0.5
 
@@ -228,9 +225,17 @@ def place(layout: ParallelLayout, location: Any, spec: Spec = Spec()) -> Paralle
     return place_experts(layout, spec, text)  # type: ignore[arg-type]
 
 
-def test_experts_lie_in_order_by_default() -> None:
+def test_refuses_locations_that_do_not_suit_the_ranks() -> None:
     assert place(RANKS, "trivial") == RANKS
     assert place(ParallelLayout(), "trivial", Spec(experts=None)) == ParallelLayout()
+    with pytest.raises(ConfigError, match="rank 1 of 2 holds expert 3 2 times"):
+        place(COPIES, {"physical_to_logical_map": [[0, 1, 2, 3, 3, 0]] * 3})
+    text = json.dumps({"logical_count": COUNTS})
+    with pytest.raises(ConfigError, match="ranks hold parts of experts") as caught:
+        place(ParallelLayout(tp=2), text)
+    assert caught.value.hint == "add --enable-expert-parallel"
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        place(RANKS, text, Spec(experts=None))
 
 
 def test_counts_determine_the_placement(tmp_path: Path) -> None:
@@ -287,20 +292,6 @@ def test_data_of_another_model_is_refused(location: Any, words: str) -> None:
     with pytest.raises(ConfigError, match="--init-expert-location") as caught:
         place(RANKS, location)
     assert re.search(words, f"{caught.value.message} {caught.value.hint}")
-
-
-def test_no_rank_gets_an_expert_twice() -> None:
-    with pytest.raises(ConfigError, match="rank 1 of 2 holds expert 3 2 times"):
-        place(COPIES, {"physical_to_logical_map": [[0, 1, 2, 3, 3, 0]] * 3})
-
-
-def test_sharded_experts_are_refused() -> None:
-    text = json.dumps({"logical_count": COUNTS})
-    with pytest.raises(ConfigError, match="ranks hold parts of experts") as caught:
-        place(ParallelLayout(tp=2), text)
-    assert caught.value.hint == "add --enable-expert-parallel"
-    with pytest.raises(ConfigError, match="the model has no experts"):
-        place(RANKS, text, Spec(experts=None))
 
 
 def test_copies_are_allowed_without_rebalancing() -> None:

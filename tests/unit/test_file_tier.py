@@ -298,7 +298,7 @@ def test_a_reset_forgets_blocks_on_their_way_into_files() -> None:
     assert files.num_used == 0
 
 
-def test_a_sequence_reads_files_once_per_admission() -> None:
+def test_reads_of_files_are_bounded_by_admission_and_salt() -> None:
     scheduler = fill_files()
     scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
     plan = scheduler.next_plan()
@@ -307,6 +307,9 @@ def test_a_sequence_reads_files_once_per_admission() -> None:
     scheduler.rank.host.blocks.evict()  # Other requests took the host blocks.
     (row,) = scheduler.next_plan().new_rows
     assert row.num_computed == 0
+    scheduler = fill_files()
+    scheduler.add("salted", list_tokens("a", 20), max_tokens=1, cache_salt="x")
+    assert scheduler.next_plan().new_rows
 
 
 def test_blocks_in_constant_use_are_reported_before_their_files_go() -> None:
@@ -320,9 +323,3 @@ def test_blocks_in_constant_use_are_reported_before_their_files_go() -> None:
     first = BlockHashes(list_tokens("a", 20), block_size=4, salt="")[0]
     assert first in used and first in scheduler.rank.host.files
     assert scheduler.rank.host.files.num_used == 20
-
-
-def test_another_salt_finds_no_files() -> None:
-    scheduler = fill_files()
-    scheduler.add("salted", list_tokens("a", 20), max_tokens=1, cache_salt="x")
-    assert scheduler.next_plan().new_rows

@@ -82,11 +82,14 @@ def test_accepts_valid_grammars_and_budgets_in_range() -> None:
             check(params)
 
 
-def test_a_budget_is_a_constraint_only_with_a_reasoning() -> None:
+def test_constraints_of_budgets_and_schemas() -> None:
     reasoning = make_reasoning()
     assert SamplingParams(reasoning=reasoning, thinking_token_budget=0).is_constrained
     assert not SamplingParams(thinking_token_budget=5).is_constrained
     assert not SamplingParams(reasoning=reasoning).is_constrained
+    schema = {"properties": {"not": {"type": "string"}, "if": {}, "uniqueItems": True}}
+    text = format_schema(schema)["grammar"]
+    assert text.index("not") < text.index("if") < text.index("uniqueItems")
 
 
 # --- JSON schemas --------------------------------------------------------------------------------
@@ -98,12 +101,6 @@ NULL = {"type": "null"}
 def format_schema(schema: Any) -> dict[str, Any]:
     text = json.dumps(schema)
     return content_format(Grammar(kind="json_schema", text=text), Budget(), CALL_STYLES)
-
-
-def test_property_names_keep_their_order_and_are_no_keywords() -> None:
-    schema = {"properties": {"not": {"type": "string"}, "if": {}, "uniqueItems": True}}
-    text = format_schema(schema)["grammar"]
-    assert text.index("not") < text.index("if") < text.index("uniqueItems")
 
 
 def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
@@ -319,17 +316,14 @@ def test_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
         assert len(caught.value.message) < 300
 
 
-def test_min_tokens_above_max_tokens_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="min_tokens is 5; allowed: 0 to 4"):
-        SamplingParams(min_tokens=5, max_tokens=4).check(max_logprobs=20, vocab_size=10)
-
-
 def test_limits_themselves_are_accepted() -> None:
     params = SamplingParams(
         n=128, temperature=2.0, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=1, logprobs=20,
         stop=("x",) * 32, seed=-(2**63),
     )  # fmt: skip
     params.check(max_logprobs=20, vocab_size=10)
+    with pytest.raises(InvalidRequestError, match="min_tokens is 5; allowed: 0 to 4"):
+        SamplingParams(min_tokens=5, max_tokens=4).check(max_logprobs=20, vocab_size=10)
 
 
 def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:

@@ -46,9 +46,8 @@ def test_prompts_of_one_step_are_spread_over_the_ranks() -> None:
     for number in range(8):
         scheduler.add(request(f"{number}", [10 + number] * 20))
     assert [plan.num_scheduled for plan in step(scheduler)] == [[20, 20]] * 4
-
-
-def test_a_long_prompt_keeps_short_ones_off_its_rank() -> None:
+    with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2; allowed: 0 to 1"):
+        group(2).add(request("a", [3], data_parallel_rank=2))
     scheduler = group(2, max_num_batched_tokens=32)
     scheduler.add(request("long", [3] * 200))
     for number in range(3):
@@ -112,8 +111,3 @@ def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
     plans = step(scheduler)
     assert sorted(plan.num_tokens for plan in plans) == [0, 1, 1]
     assert [plan.of_all.largest_shard for plan in plans if plan.of_all] == [0] * 3
-
-
-def test_refuses_a_rank_out_of_range() -> None:
-    with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2; allowed: 0 to 1"):
-        group(2).add(request("a", [3], data_parallel_rank=2))

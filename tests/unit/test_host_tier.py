@@ -220,7 +220,7 @@ def test_another_salt_or_token_finds_nothing_in_host_memory() -> None:
     assert host.num_hits == scheduler.cached_prompt_tokens == 16
 
 
-def test_a_full_host_pool_evicts_the_least_recently_used_chain_from_its_end() -> None:
+def test_a_full_host_pool_evicts_chains_and_may_store_only_hit_blocks() -> None:
     scheduler = make_tier(num_blocks=16, num_host_blocks=8)
     for name in "abc":  # Each prompt has 4 full blocks.
         run_alone(scheduler, name, 17)
@@ -228,9 +228,6 @@ def test_a_full_host_pool_evicts_the_least_recently_used_chain_from_its_end() ->
     host = scheduler.rank.host
     assert host.num_used == 8 and host.blocks.eviction_count >= 4
     assert host.num_stored == 12
-
-
-def test_selective_writes_store_only_blocks_that_were_hit() -> None:
     scheduler = make_tier(num_blocks=16, stores_new_blocks=False)
     host = scheduler.rank.host
     run_alone(scheduler, "a", 17)

@@ -29,17 +29,17 @@ def grids(draw: st.DrawFn) -> list[ParallelLayout]:
 
 
 @given(grids())
-def test_ranks_are_a_bijection_onto_grid_positions(grid: list[ParallelLayout]) -> None:
-    positions = {(r.pp_rank, r.dp_rank, r.cp_rank, r.tp_rank) for r in grid}
-    assert len(positions) == len(grid) == grid[0].world_size
-
-
-@given(grids())
-def test_each_attention_group_covers_all_heads_once(grid: list[ParallelLayout]) -> None:
+def test_attention_groups_cover_heads_and_stages_are_pipelines(grid: list[ParallelLayout]) -> None:
     for layout in grid:
         group = [grid[rank] for rank in layout.attention.ranks]
         assert layout.attention.ranks[layout.attention.rank] == layout.rank
         assert [head for member in group for head in member.attention.heads(48)] == list(range(48))
+        ranks = layout.pipeline_ranks
+        assert ranks[layout.pp_rank] == layout.rank and len(ranks) == layout.pp
+        places = {(grid[rank].dp_rank, grid[rank].cp_rank, grid[rank].tp_rank) for rank in ranks}
+        assert len(places) == 1
+    positions = {(r.pp_rank, r.dp_rank, r.cp_rank, r.tp_rank) for r in grid}
+    assert len(positions) == len(grid) == grid[0].world_size
 
 
 @given(grids(), st.sampled_from([1, 2, 4, 8]))
@@ -85,15 +85,6 @@ def test_stages_hold_the_layers_that_a_partition_gives_them() -> None:
         stages[0].layers(9)
 
 
-@given(grids())
-def test_ranks_in_one_place_of_their_stages_are_a_pipeline(grid: list[ParallelLayout]) -> None:
-    for layout in grid:
-        ranks = layout.pipeline_ranks
-        assert ranks[layout.pp_rank] == layout.rank and len(ranks) == layout.pp
-        places = {(grid[rank].dp_rank, grid[rank].cp_rank, grid[rank].tp_rank) for rank in ranks}
-        assert len(places) == 1
-
-
 def test_real_m2_shards() -> None:
     """Check TP16 with 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads."""
     ranks = [ParallelLayout(rank=rank, tp=16) for rank in range(16)]
@@ -126,13 +117,18 @@ def test_no_share_splits_a_unit(size: int, unit: int, lengths: set[int], room: i
     assert {each.size for each in shares} == {room}
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_do_not_divide_and_models_without_dcp_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match="48"):
         ParallelLayout(tp=5).attention.heads(48)
     with pytest.raises(ConfigError, match="KV heads"):
         ParallelLayout(tp=3).attention.kv_heads(2)
     with pytest.raises(ConfigError, match="vocabulary"):
         ParallelLayout(tp=3).vocab(4160)
+    monkeypatch.setattr(type(M2), "supports_dcp", False)
+    with pytest.raises(ConfigError, match=r"KV cache of MiniMaxM2ForCausalLM cannot be sharded"):
+        check_split(ParallelLayout(tp=16, dcp=2), M2)
 
 
 def test_neighbours_share_out_the_cache_of_a_kv_head() -> None:
@@ -329,12 +325,6 @@ def test_shards_of_replicated_heads(model: str, tp: int, holders: int, words: st
         return
     with pytest.raises(ConfigError, match=words):
         check_split(layout, spec)
-
-
-def test_model_without_dcp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(M2), "supports_dcp", False)
-    with pytest.raises(ConfigError, match=r"KV cache of MiniMaxM2ForCausalLM cannot be sharded"):
-        check_split(ParallelLayout(tp=16, dcp=2), M2)
 
 
 def test_split_files_without_all_query_heads_are_refused(tmp_path: Path) -> None:

@@ -20,16 +20,13 @@ def record(
     return logging.LogRecord(name, level, __file__, 1, message, args, None)
 
 
-def test_control_characters_are_escaped() -> None:
+def test_control_characters_and_exceptions_forge_no_line() -> None:
     path = "/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e"
     escaped = r"/a\nERROR negamax: forged\r\x1b[2J\x7f\x9b\u2028\u202e"
     line = FORMATTER.format(record("path %s", f"{path}\u00e9"))
     assert line == f"WARNING negamax.test: path {escaped}\u00e9"
     line = FORMATTER.format(record("table:\n%s", "a\nb\x07"))
     assert line == "WARNING negamax.test: table:\n    a\n    b\\x07"
-
-
-def test_an_exception_cannot_forge_a_line() -> None:
     try:
         raise ValueError("bad\nERROR negamax: forged\x1b[2J")
     except ValueError:
@@ -112,15 +109,12 @@ def load(clock: pytest.MonkeyPatch, *, seconds: int, **options: object) -> None:
             shown(part * GIB, 10 * GIB)
 
 
-def test_a_terminal_gets_one_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     load(monkeypatch, seconds=20)
     drawn = terminal.getvalue()
     assert "loading weights: 2.0 GiB of 10.0 GiB, 512.0 MiB/s, 16 s left" in drawn
     assert "\n" not in drawn and drawn.endswith("\r\x1b[K")
-
-
-def test_short_and_quiet_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     load(monkeypatch, seconds=0)
     load(monkeypatch, seconds=60, enabled=False)

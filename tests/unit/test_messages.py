@@ -38,13 +38,10 @@ def contents(messages: list[Message]) -> list[tuple[str, str]]:
     return [(one["role"], plain_text(one["content"])) for one in normalize_messages(messages)]
 
 
-def test_instructions_at_the_start_are_joined() -> None:
+def test_instructions_at_the_start_are_joined_after_root() -> None:
     messages = [system("A"), developer([text("B"), text("C")]), system(None), user("x")]
     assert normalize_messages(messages) == [system("A\n\nBC"), user("x")]
     assert normalize_messages([developer("D"), user("x")]) == [system("D"), user("x")]
-
-
-def test_root_precedes_system_in_any_order() -> None:
     messages = [system("S"), root("R1"), developer("D"), root("R2"), user("x")]
     assert normalize_messages(messages) == [system("R1\n\nR2\n\nS\n\nD"), user("x")]
     placed = normalize_messages(messages, has_root=True)
@@ -60,6 +57,11 @@ def test_later_instructions_stay_in_their_place() -> None:
     placed = normalize_messages(messages)
     assert placed == [system("A"), user("x"), ai("y"), user(note), user("z")]
     assert placed[:3] == normalize_messages(messages[:3]), "the note changed the prompt's prefix"
+    loop = [user("x"), ai("", call(), reasoning_content="PLAN"), result("1")]
+    plain = M2.render(normalize_messages(loop))
+    noted = M2.render(normalize_messages([*loop, system("NOTE")]))
+    assert "PLAN" in noted and "NOTE" in noted
+    assert noted.startswith(plain[: plain.index("1</response>") + 1])
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", [], [text("")]], ids=repr)
@@ -80,19 +82,16 @@ def test_instructions_in_a_tool_loop_become_notes(after: list[Message], last: st
     assert placed == [("user", "x"), ("assistant", ""), *results, ("assistant", "done")]
 
 
-def test_a_note_in_a_tool_loop_keeps_the_thinking_before_it() -> None:
-    loop = [user("x"), ai("", call(), reasoning_content="PLAN"), result("1")]
-    plain = M2.render(normalize_messages(loop))
-    noted = M2.render(normalize_messages([*loop, system("NOTE")]))
-    assert "PLAN" in noted and "NOTE" in noted
-    assert noted.startswith(plain[: plain.index("1</response>") + 1])
-
-
-def test_null_and_empty_contents_become_empty_text() -> None:
+def test_null_contents_are_empty_and_input_is_not_changed() -> None:
     messages = [user(None), {"role": "assistant", "tool_calls": [call()]}, result([])]
     assert [message["content"] for message in normalize_messages(messages)] == ["", "", ""]
     for calls in (None, []):
         assert "tool_calls" not in normalize(ai("x", tool_calls=calls))
+    messages = [system("a"), system("b"), ai(None, raw_call("{}"), reasoning="r")]
+    messages += [result("x"), system("note")]
+    before = copy.deepcopy(messages)
+    normalize_messages(messages)
+    assert messages == before
 
 
 @pytest.mark.parametrize(
@@ -238,14 +237,6 @@ def test_truncated_calls_without_a_result_are_left_out() -> None:
     assert "tool_calls" not in alone and alone["content"] == "text"
     answered = [user("x"), ai("", cut), result("Broken call.", id="2"), user("y")]
     assert len(normalize_messages(answered)[1]["tool_calls"]) == 1
-
-
-def test_input_is_not_changed() -> None:
-    messages = [system("a"), system("b"), ai(None, raw_call("{}"), reasoning="r")]
-    messages += [result("x"), system("note")]
-    before = copy.deepcopy(messages)
-    normalize_messages(messages)
-    assert messages == before
 
 
 def make_history(kind: str, count: int) -> list[Message]:

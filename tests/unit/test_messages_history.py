@@ -215,29 +215,23 @@ def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     assert built(code="too_much")["error"]["details"] == {"error_code": "too_much"}
 
 
-def test_hidden_thought_comes_back_from_its_signature() -> None:
+def test_signatures_are_of_one_model_and_others_hold_no_thought() -> None:
     thought = "One \U0001f642 thought.\n" * 50
     made = history(user(text("Go")), assistant(hidden(thought), text("Ok")))
     assert made.messages[1]["reasoning_content"] == thought
-
-
-def test_signature_is_the_same_on_every_server_of_the_model_and_no_other() -> None:
     signature = SIGNER.signature("x")
     assert signature == ThoughtSigner("nano").signature("x")
     assert signature not in (ThoughtSigner("micro").signature("x"), SIGNER.signature("y"))
-
-
-def hidden(thought: str) -> dict[str, Any]:
-    signature = SIGNER.signature(thought, is_hidden=True)
-    return {"type": "thinking", "thinking": "", "signature": signature}
-
-
-def test_foreign_and_broken_signatures_hold_no_thought() -> None:
     signed = SIGNER.signature("x" * 100, is_hidden=True)
     others = ThoughtSigner("micro").signature("x", is_hidden=True)
     broken = ("", "nm1h.", "nm1h.%%%", signed[:-4], signed[:10] + "AAAA" + signed[14:])
     for signature in (others, SIGNER.signature("x"), *broken):
         assert thoughts().unpack(signature, param="") is None
+
+
+def hidden(thought: str) -> dict[str, Any]:
+    signature = SIGNER.signature(thought, is_hidden=True)
+    return {"type": "thinking", "thinking": "", "signature": signature}
 
 
 def test_thoughts_are_unpacked_within_one_budget_of_the_request() -> None:
@@ -335,7 +329,7 @@ def test_editors_have_the_fields_of_their_version() -> None:
     assert "9000" in bounded["description"]
 
 
-def test_tools_of_anthropics_servers_and_for_the_eyes_are_left_out() -> None:
+def test_the_latest_definition_of_a_tool_counts_and_server_tools_are_left_out() -> None:
     left_out = [
         {"type": "web_search_20250305", "name": "web_search"},
         {"type": "code_execution_20250825", "name": "code_execution"},
@@ -343,6 +337,9 @@ def test_tools_of_anthropics_servers_and_for_the_eyes_are_left_out() -> None:
         {"type": "bash_29990101", "name": "bash"},
     ]
     assert offered(*left_out) == []
+    again = defined(message_tool("a", description="Newer."))
+    (tool,) = request(again, tools=[message_tool("a")]).offered_tools or []
+    assert tool["function"]["description"] == "Newer."
 
 
 @pytest.mark.parametrize("tool", [{"name": "bash"}, {"type": "custom", "name": "bash"}], ids=str)
@@ -407,12 +404,6 @@ def test_deferred_tools_are_shown_where_they_are_found() -> None:
         assert effect.shown == list(effect.callable.values())
     effect = request(defined(message_tool("c")), defined(message_tool("d"))).tools_in_effect
     assert [tool["function"]["name"] for tool in effect.shown] == ["c"] and len(effect.notes) == 1
-
-
-def test_a_tool_that_is_defined_again_is_the_latest() -> None:
-    again = defined(message_tool("a", description="Newer."))
-    (tool,) = request(again, tools=[message_tool("a")]).offered_tools or []
-    assert tool["function"]["description"] == "Newer."
 
 
 @pytest.mark.parametrize(
