@@ -117,7 +117,9 @@ def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
     assert not document["failures"]
 
 
-def test_refuses_unknown_names_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_unknown_names_and_an_installed_wheel(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for line, words in (
         ("--op norm.cube", "known: attention.decode"),
         ("--dtype int4", "allowed: float32"),
@@ -127,11 +129,6 @@ def test_refuses_unknown_names_with_the_known_ones(capsys: pytest.CaptureFixture
     ):
         assert main(["bench", "kernels", *line.split()]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_an_installed_wheel_says_that_it_needs_a_clone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr("negamax.__file__", str(tmp_path / "negamax" / "__init__.py"))
     assert main(["bench", "kernels"]) == 2
     assert "needs a clone of the repository" in capsys.readouterr().err

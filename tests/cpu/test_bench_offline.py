@@ -165,17 +165,13 @@ def test_pause_between_steps_is_untimed(engine: Engine, monkeypatch: pytest.Monk
     assert len(found) >= 4 and statistics.median(found) < pause / 2
 
 
-def test_prompts_from_the_prefix_cache_are_noticed(engine: Engine) -> None:
+def test_cached_prompts_are_noticed_and_decode_steps_go_on_until_closed(engine: Engine) -> None:
     loop, info = engine
     counts = []
     for _ in range(2):
         batch = RandomPrompts(info, seed=3, temperature=0.0).batch(1, input_len=64, output_len=3)
         counts.append(run_batch(loop, batch).cached_tokens)
     assert counts[0] == 0 < counts[1]
-
-
-def test_decode_steps_go_on_until_the_iterator_is_closed(engine: Engine) -> None:
-    loop, info = engine
     prompts = RandomPrompts(info, seed=4, temperature=0.0)
     stepper = decode_batch(loop, prompts.batch(2, input_len=10, output_len=50))
     next(stepper)

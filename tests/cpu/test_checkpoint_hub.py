@@ -302,6 +302,10 @@ def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.M
     for name, folder in (EMBEDDED | EMBEDDED_DRAFTS).items():  # The name precedes a folder.
         assert resolve_model(name) == folder and (folder / "config.json").is_file()
     assert resolve_model("./nano") == Path("nano")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"is a file; a folder is needed .use /"):
+        resolve_model(str(path))
 
 
 @pytest.mark.parametrize(
@@ -313,13 +317,6 @@ def test_invalid_names_are_refused_without_asking_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="is neither an existing folder, nor 'nano'") as caught:
         resolve_model(model)
     assert repr(model[:200]) in str(caught.value) and "MiniMaxAI/MiniMax-M2" in str(caught.value)
-
-
-def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"is a file; a folder is needed .use /"):
-        resolve_model(str(path))
 
 
 # --- ModelScope -----------------------------------------------------------------------------------

@@ -44,14 +44,11 @@ def complete(llm: LLM, number: int, length: int = 30, /, **params: Any) -> Compl
     return llm.generate([prompt(number, length)], sampling)[0].outputs[0]
 
 
-def test_a_repeated_prompt_is_taken_from_the_cache_and_gives_the_same_text(llm: LLM) -> None:
+def test_repeated_prompts_and_following_turns_are_taken_from_the_cache(llm: LLM) -> None:
     first, second = (llm.generate([prompt(1)], GREEDY)[0] for _ in range(2))
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens == 28  # Full blocks of the first 29 tokens are cached.
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
-
-
-def test_a_following_turn_reuses_generated_tokens_too(llm: LLM) -> None:
     first = llm.generate([prompt(2)], GREEDY)[0]
     longer = prompt(2) + first.outputs[0].token_ids + prompt(3, 5)
     assert llm.generate([longer], GREEDY)[0].num_cached_tokens >= 44
@@ -99,15 +96,12 @@ def test_same_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
     assert generate_tokens(llm, [prompt(20)], replace(seeded, seed=6)) != [alone]
 
 
-def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
+def test_n_choices_differ_and_compute_their_prompt_once(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, n=4)
     choices = [choice.token_ids for choice in llm.generate([prompt(30)], params)[0].outputs]
     assert len({tuple(choice) for choice in choices}) == 4
     single = SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
     assert choices[0] == generate_tokens(llm, [prompt(30)], single)[0]
-
-
-def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     before = llm.stats()
     params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3)
     llm.generate([prompt(31), prompt(32)], params)
@@ -117,7 +111,7 @@ def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28
 
 
-def test_stop_token_ends_the_text_and_min_tokens_holds_it_back(llm: LLM) -> None:
+def test_stop_tokens_stop_strings_and_lengths_end_the_text(llm: LLM) -> None:
     free = complete(llm, 40, ignore_eos=True).token_ids
     stop_id = free[5]
     stopped = complete(llm, 40, stop_token_ids=(stop_id,))
@@ -127,18 +121,12 @@ def test_stop_token_ends_the_text_and_min_tokens_holds_it_back(llm: LLM) -> None
     assert stopped.text == llm.tokenizer.decode(free[: length - 1])
     longer = complete(llm, 40, min_tokens=12, stop_token_ids=(stop_id,), ignore_eos=True).token_ids
     assert len(longer) >= 12 and stop_id not in longer[:12]
-
-
-def test_stop_string_truncates_the_text_and_frees_the_sequence(llm: LLM) -> None:
     free = complete(llm, 41, ignore_eos=True)
     middle = free.text[len(free.text) // 2 :][:4]
     stopped = complete(llm, 41, stop=(middle,))
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", middle)
     assert stopped.text == free.text[: free.text.index(middle)]
     free_all(llm)
-
-
-def test_max_tokens_and_the_context_length_end_with_length(llm: LLM) -> None:
     for length, max_tokens, found in ((30, 3, 3), (250, 100, 6)):
         made = complete(llm, 42, length, max_tokens=max_tokens, ignore_eos=True)
         assert (len(made.token_ids), made.finish_reason) == (found, "length")
@@ -157,7 +145,20 @@ def test_penalties_and_bias_change_the_tokens(llm: LLM) -> None:
     assert len(penalized) - len(set(penalized)) < 40 - 15
 
 
-def test_closing_a_stream_frees_its_blocks_within_one_step(llm: LLM) -> None:
+def test_streams_give_the_text_of_generate_and_free_their_blocks(llm: LLM) -> None:
+    outputs = list(llm.stream(prompt(51), GREEDY))
+    whole = llm.generate([prompt(51)], GREEDY)[0].outputs[0]
+    assert "".join(output.text for output in outputs) == whole.text
+    assert [token for output in outputs for token in output.token_ids] == whole.token_ids
+    assert outputs[-1].num_output_tokens == 20
+    prompts = [prompt(52), prompt(53), prompt(54)]
+    alone = [generate_tokens(llm, [one], GREEDY)[0] for one in prompts]
+    streams = [llm.stream(one, GREEDY) for one in prompts[:2]]
+    read = [[token for _ in range(3) for token in next(stream).token_ids] for stream in streams]
+    assert generate_tokens(llm, prompts[2:], GREEDY) == alone[2:]  # Both streams are open.
+    for output, stream in zip(read, streams, strict=True):
+        output += [token for rest in stream for token in rest.token_ids]
+    assert read == alone[:2]
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     stream = llm.stream(prompt(50), long)
     for _ in range(5):
@@ -167,25 +168,6 @@ def test_closing_a_stream_frees_its_blocks_within_one_step(llm: LLM) -> None:
     assert llm.stats().num_running == 0
     assert llm.stats().num_free_kv_blocks == llm.stats().num_kv_blocks
     free_all(llm)
-
-
-def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
-    outputs = list(llm.stream(prompt(51), GREEDY))
-    whole = llm.generate([prompt(51)], GREEDY)[0].outputs[0]
-    assert "".join(output.text for output in outputs) == whole.text
-    assert [token for output in outputs for token in output.token_ids] == whole.token_ids
-    assert outputs[-1].num_output_tokens == 20
-
-
-def test_streams_read_in_turns_lose_nothing(llm: LLM) -> None:
-    prompts = [prompt(52), prompt(53), prompt(54)]
-    alone = [generate_tokens(llm, [one], GREEDY)[0] for one in prompts]
-    streams = [llm.stream(one, GREEDY) for one in prompts[:2]]
-    read = [[token for _ in range(3) for token in next(stream).token_ids] for stream in streams]
-    assert generate_tokens(llm, prompts[2:], GREEDY) == alone[2:]  # Both streams are open.
-    for output, stream in zip(read, streams, strict=True):
-        output += [token for rest in stream for token in rest.token_ids]
-    assert read == alone[:2]
 
 
 def test_request_with_nan_fails_alone(folder: Path) -> None:

@@ -172,15 +172,12 @@ def test_sizes_come_from_what_the_family_declares(spec: ForeignSpec, ranks: int)
     assert expected_distinct_experts(spec, 1) == pytest.approx(2.0)
 
 
-def test_a_warmup_runs_a_layer_of_each_sort(spec: ForeignSpec) -> None:
+def test_warmup_and_synthetic_weights_follow_the_family(spec: ForeignSpec) -> None:
     (dense, sparse), (full, indexed) = new_model(spec).layers, spec.kv_caches()
     assert warmup_layers([dense], [full]) == 1
     assert warmup_layers([dense] * 3, [full] * 3) == 2
     assert warmup_layers([dense] * 3 + [sparse] * 2, [full] * 3 + [indexed] * 2) == 5
     assert warmup_layers([dense] * 3, [full, full, indexed]) == 3
-
-
-def test_synthetic_weights_follow_the_family(spec: ForeignSpec) -> None:
     model = new_model(spec)
     fill_synthetic(model.weight_slots(), spec, 0)
     model.finish_loading()

@@ -30,7 +30,7 @@ def llm() -> Iterator[LLM]:
         yield engine
 
 
-def test_refuses_invalid_grammars(llm: LLM) -> None:
+def test_invalid_grammars_and_engine_errors(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for grammar in (
         regex("(?=a)b"),
         Grammar(kind="ebnf", text="root ::= root"),
@@ -41,6 +41,14 @@ def test_refuses_invalid_grammars(llm: LLM) -> None:
             llm.generate("x", SamplingParams(grammar=grammar))
         assert caught.value.http_status == 400 and len(str(caught.value)) > 20
     assert says(llm, "yes")
+    free_all(llm)
+
+    def start() -> Any:
+        raise ResourceError("no room")
+
+    monkeypatch.setattr(llm._loop._grammars, "start", start)
+    with pytest.raises(EngineError, match="no room"):
+        llm.generate("Say", seeded(1, grammar=regex("a")))
     free_all(llm)
 
 
@@ -224,14 +232,4 @@ def test_grammar_without_worker_is_refused(llm: LLM, monkeypatch: pytest.MonkeyP
     assert held.request_id in llm._loop._grammars
     llm._loop.abort([held.request_id])
     assert says(llm, "yes")
-    free_all(llm)
-
-
-def test_engine_errors_are_no_refusals(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start() -> Any:
-        raise ResourceError("no room")
-
-    monkeypatch.setattr(llm._loop._grammars, "start", start)
-    with pytest.raises(EngineError, match="no room"):
-        llm.generate("Say", seeded(1, grammar=regex("a")))
     free_all(llm)

@@ -230,9 +230,6 @@ def test_end_is_allowed_where_the_grammar_may_end() -> None:
     assert [*seen, EOS in allowed(following)] == [False, True, True, True]
     assert allowed(following) == {EOS}
     assert following.take(EOS) and following.has_ended
-
-
-def test_after_an_open_reasoning_come_line_breaks_and_then_the_content() -> None:
     check(JSON, ["\n\n{}", "{}"], ["\n\n\n\n{}", " {}"], reasoning("open"))
 
 
@@ -296,6 +293,9 @@ def test_a_named_choice_and_no_parallel_calls_leave_one_call() -> None:
     loose = m2_block(m2_call(m2_arguments(city="Rome", days="three", what="ever")))
     free = tool_grammar(tools, style, parallel=False)
     check(free, ["Hello", f"So:\n{one}", loose], [two, f"{one}{one}"])
+    grammar = tool_grammar([PING], M2Calls(TAG_IDS), content=JSON)
+    ping = m2_block(m2_call("", name="ping"))
+    check(grammar, ["{}", ping], ["Hi", f"{{}}{ping}"])
 
 
 def test_a_strict_tool_in_free_text_is_held_to_its_schema_once_a_call_begins() -> None:
@@ -353,12 +353,6 @@ def test_call_without_its_block_needs_a_callable_tool(output_format: OutputForma
         assert [call.name for call in parsed.tool_calls] == names
 
 
-def test_constrained_answer_may_be_a_call_instead() -> None:
-    grammar = tool_grammar([PING], M2Calls(TAG_IDS), content=JSON)
-    ping = m2_block(m2_call("", name="ping"))
-    check(grammar, ["{}", ping], ["Hi", f"{{}}{ping}"])
-
-
 def m3(text: str) -> str:
     return text.replace("@", "]<]minimax[>[")
 
@@ -367,7 +361,7 @@ def m3_call(name: str, arguments: str) -> str:
     return m3(f'@<tool_call>\n@<invoke name="{name}">{arguments}@</invoke>\n@</tool_call>')
 
 
-def test_m3_calls_nest_their_values() -> None:
+def test_m3_calls_nest_their_values_under_short_names() -> None:
     rome = "@<city>Rome@</city>@<days>3@</days>"
     good = [
         rome,
@@ -382,9 +376,6 @@ def test_m3_calls_nest_their_values() -> None:
     ]
     texts = ([m3_call("get_weather", arguments) for arguments in part] for part in (good, bad))
     check(tool_grammar([WEATHER], M3Calls(), choice="required"), *texts)
-
-
-def test_m3_names_are_as_short_as_the_parser_reads() -> None:
     free = {"name": "put", "strict": True, "parameters": {"properties": {"to": {"type": "object"}}}}
     good, bad = (
         m3_call("put", f"@<to>@<{'k' * length}>v@</{'k' * length}>@</to>") for length in (64, 65)

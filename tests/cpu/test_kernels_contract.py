@@ -41,23 +41,17 @@ def test_cost_counts_bytes_and_flops(name: str) -> None:
     assert max(cost.num_bytes for cost in costs) > 0
 
 
-def test_table_holds_every_op_and_says_who_runs_it() -> None:
+def test_table_holds_every_op_by_preference_and_ends_with_the_reference() -> None:
     table = resolve(platform=CPU, dtype=torch.float32)
     text = table.describe()
     for name in OPS:
         assert table[name].op == name
         assert name in text
     assert "bucketed" in text
-
-
-def test_a_device_without_any_feature_runs_the_references() -> None:
     table = resolve(platform=replace(CPU, features=frozenset()), dtype=torch.float32)
     assert {kernel.provider for found in table.candidates.values() for kernel in found} == {
         "reference"
     }
-
-
-def test_preferred_provider_comes_first_and_the_reference_last() -> None:
     table = resolve(platform=CPU, dtype=torch.bfloat16)
     for name in OPS:
         found = table.candidates[name]

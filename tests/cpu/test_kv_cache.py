@@ -73,16 +73,13 @@ def test_bytes_of_a_block_are_those_of_its_tensors(ranks: int, heads: int) -> No
     assert layers[0]["k"].shape[1] == heads and layers[1]["index"].shape[1] == 1
 
 
-def test_a_block_holds_whole_blocks_of_every_cache() -> None:
+def test_blocks_are_whole_and_fill_the_budget_up_to_the_need() -> None:
     assert choose_block_size(LAYERS, None, default=16) == 24
     assert choose_block_size(LAYERS, 36, default=16) == 36
     assert choose_block_size([KV], None, default=16) == 16
     with pytest.raises(ConfigError, match=r"--block-size is 16.* multiple of 12") as refusal:
         choose_block_size(LAYERS, 16, default=16)
     assert "--block-size 24" in str(refusal.value)
-
-
-def test_blocks_fill_the_budget_up_to_the_need_of_all_sequences() -> None:
     sizes = {"block_bytes": 1000, "block_size": 16, "max_model_len": 160}
     assert kv_cache.choose_num_blocks(**sizes, max_num_seqs=4, budget=25_500) == 25
     assert kv_cache.choose_num_blocks(**sizes, max_num_seqs=2, budget=10**9) == 20
@@ -107,21 +104,18 @@ def make_requests(count: int, length: int, block_size: int) -> RequestState:
     return RequestState(count, length, max_blocks=max_blocks, eos_token_ids=(), device=CPU)
 
 
-def test_short_requests_take_no_memory_of_a_long_context() -> None:
-    before, requests = resident_bytes(), make_requests(256, 2**20, 128)
-    requests.tokens[:, :1000] += 7
-    assert requests.tokens[200, 990:1010].tolist() == [7] * 10 + [0] * 10
-    assert requests.tokens.nbytes > 2 * GIB and resident_bytes() - before < GIB
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_bytes_of_request_slots_are_those_of_their_tensors() -> None:
+def test_request_slots_take_the_bytes_of_their_tensors_when_used() -> None:
     state = make_requests(3, 1000, 16)
     held = state.tokens.nbytes + state.block_tables.nbytes
     assert 4 * slot_bytes(1000, 16, item=state.tokens.itemsize) == held
+    before, requests = resident_bytes(), make_requests(256, 2**20, 128)
+    requests.tokens[:, :1000] += 7
+    assert requests.tokens[200, 990:1010].tolist() == [7] * 10 + [0] * 10
+    assert requests.tokens.nbytes > 2 * GIB and resident_bytes() - before < GIB
 
 
 def test_refuses_devices_and_dtypes_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:

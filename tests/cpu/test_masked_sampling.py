@@ -54,7 +54,7 @@ def test_every_kind_of_row_obeys_mask_and_allowed_tokens(on_shards: bool, seed: 
 
 
 @both_ways
-def test_rows_without_a_mask_are_sampled_as_if_no_row_had_one(on_shards: bool) -> None:
+def test_rows_without_a_mask_and_log_probabilities_ignore_masks(on_shards: bool) -> None:
     rows, logits, masked = rows_of(KINDS), random_logits(len(KINDS), 7), [0, 2, 5]
     plain, mixed = (
         sample(logits, rows, masks, on_shards=on_shards).token_ids
@@ -62,10 +62,6 @@ def test_rows_without_a_mask_are_sampled_as_if_no_row_had_one(on_shards: bool) -
     )
     assert all(mixed[row] == plain[row] for row in EVERY if row not in masked)
     assert set(mixed[masked].tolist()) <= set(ALLOWED)
-
-
-@both_ways
-def test_log_probabilities_ignore_the_mask(on_shards: bool) -> None:
     rows, logits = rows_of(KINDS), random_logits(len(KINDS), 8)
     drawn = sample(logits, rows, masks_for([4, 5], *ALLOWED), on_shards=on_shards)
     assert drawn.logprobs is not None and drawn.logprob_rows == [4, 5]
@@ -77,11 +73,17 @@ def test_log_probabilities_ignore_the_mask(on_shards: bool) -> None:
 
 
 @both_ways
-def test_a_mask_overrides_min_tokens_and_bias(on_shards: bool) -> None:
+def test_a_mask_overrides_min_tokens_bias_and_broken_logits(on_shards: bool) -> None:
     rows, logits = rows_of(KINDS), random_logits(len(KINDS), 9)
     # min_tokens still forbids token 300, and the bias forces token 3.
     drawn = sample(logits, rows, masks_for([6, 8], 300), on_shards=on_shards)
     assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
+    rows = rows_of(({"min_tokens": 4, "stop_token_ids": (300,), "allowed_token_ids": (300, 1)},))
+    assert sample(random_logits(1, 14), rows, on_shards=on_shards).token_ids.item() in (1, 300)
+    rows, logits = rows_of(KINDS[:2]), random_logits(2, 11)
+    logits[:, list(ALLOWED)] = float("nan")
+    drawn = sample(logits, rows, masks_for([0, 1], *ALLOWED), on_shards=on_shards)
+    assert drawn.token_ids.tolist() == [BROKEN] * 2
 
 
 @both_ways
@@ -94,20 +96,6 @@ def test_allowed_tokens_are_drawn_as_from_logits_without_the_others(on_shards: b
     expected = sample(alone, rows_of(plain), on_shards=on_shards)
     drawn = sample(logits, rows_of(allowing), on_shards=on_shards)
     assert drawn.token_ids.tolist() == expected.token_ids.tolist()
-
-
-@both_ways
-def test_an_end_token_that_alone_is_allowed_overrides_min_tokens(on_shards: bool) -> None:
-    rows = rows_of(({"min_tokens": 4, "stop_token_ids": (300,), "allowed_token_ids": (300, 1)},))
-    assert sample(random_logits(1, 14), rows, on_shards=on_shards).token_ids.item() in (1, 300)
-
-
-@both_ways
-def test_broken_logits_are_reported_under_a_mask_too(on_shards: bool) -> None:
-    rows, logits = rows_of(KINDS[:2]), random_logits(2, 11)
-    logits[:, list(ALLOWED)] = float("nan")
-    drawn = sample(logits, rows, masks_for([0, 1], *ALLOWED), on_shards=on_shards)
-    assert drawn.token_ids.tolist() == [BROKEN] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -215,14 +203,11 @@ def test_rows_with_parameters_get_token_of_all_logits(kinds: tuple[dict[str, obj
         assert sharded.logprobs.read() == whole.logprobs.read()
 
 
-def test_plain_rows_are_sampled_the_same_in_any_batch() -> None:
+def test_plain_rows_are_sampled_the_same_beside_others_and_broken_ones() -> None:
     logits = random_logits(2, 2)
     others = ({}, {"top_k": 40}, {"logprobs": 1}, {"logit_bias": {3: 1.0}})
     drawn = [sample(logits, rows_of(({}, other)), on_shards=True).token_ids for other in others]
     assert len({token_ids[0].item() for token_ids in drawn}) == 1
-
-
-def test_a_row_without_finite_logits_is_reported_and_the_others_are_not() -> None:
     rows = rows_of(({}, {"top_k": 40}, {"logprobs": 1, "top_k": 4}, {}))
     logits = random_logits(4, 3)
     logits[:3, 5] = float("nan")

@@ -109,13 +109,10 @@ def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
     assert weight_bytes(spec, dtype="float32", layout=layout) == held_bytes(slots)
 
 
-def test_many_tokens_read_all_weights_but_the_embedding() -> None:
+def test_many_tokens_read_all_weights_and_a_packed_head_counts_as_held() -> None:
     everything = weight_bytes(SPEC, dtype="bfloat16") - SPEC.vocab_size * SPEC.hidden_size * 2
     assert read_bytes(SPEC, 10**6, dtype="bfloat16", ranks=1) == pytest.approx(everything)
     assert read_bytes(SPEC, 1, dtype="bfloat16", ranks=1) < everything
-
-
-def test_a_packed_head_counts_as_it_is_held() -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 8}
     packed, plain = (
         replace(SPEC, quantization=QuantizationSpec("gptq", {**gptq, "lm_head": lm_head}))

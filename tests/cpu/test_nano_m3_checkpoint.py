@@ -35,9 +35,6 @@ def test_files_are_those_of_a_small_minimax_m3() -> None:
     scaled = {name for name in tensors if f"{name}_scale_inv" in tensors}
     assert {tensors[name].dtype for name in scaled} == {torch.float8_e4m3fn}
     assert sum(tensors[name].numel() for name in scaled) > 7_000_000
-
-
-def test_specs_without_files_have_the_tokenizer_of_their_family() -> None:
     for name, model in (("minimax-m2", "nano"), ("minimax-m3-mxfp8", "nano-m3")):
         found = locate(EngineOptions(model=name, load_format="synthetic"))
         assert found.tokenizer_folder == EMBEDDED[model]

@@ -100,10 +100,18 @@ def test_quantizer_writes_the_published_layout(name: str) -> None:
     assert float(error) == pytest.approx(float(other), rel=0.02)
 
 
-def test_exponents_as_uint8_and_e8m0_are_equal() -> None:
+def test_scales_are_read_in_each_dtype_as_transformers_reads_them() -> None:
     tensors, _ = FLOATS["mxfp8"].store(MODULE, noise(3))
     other = {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].view(torch.float8_e8m0fnu)}
     assert torch.equal(*(dequantize(FORMATS["mxfp8"], each) for each in (tensors, other)))
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    stored = encode(E4M3_BLOCKS, noise(3, 256, 384))
+    theirs = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"])
+    torch.testing.assert_close(dequantize(E4M3_BLOCKS, stored), theirs.float(), rtol=1e-6, atol=0)
+    assert reads_e4m3_blocks(E4M3_BLOCKS)
+    with pytest.raises(AssertionError, match="'fp8' names no scale"):
+        replace(E4M3_BLOCKS, name="fp8")
 
 
 @pytest.mark.parametrize(
@@ -125,14 +133,6 @@ def test_each_byte_is_read(name: str, dtype: torch.dtype, number: Callable[[int]
 # --- FP8 blocks -----------------------------------------------------------------------------------
 
 
-def test_transformers_reads_the_same_weight() -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    stored = encode(E4M3_BLOCKS, noise(3, 256, 384))
-    theirs = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"])
-    torch.testing.assert_close(dequantize(E4M3_BLOCKS, stored), theirs.float(), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(2, 128), (1, 1), (129, 300), (256, 256), (0, 128)])
 def test_load_multiplies_values_by_scales_to_the_bit(rows: int, columns: int) -> None:
     # The codes include NaN and subnormal numbers.
@@ -142,12 +142,6 @@ def test_load_multiplies_values_by_scales_to_the_bit(rows: int, columns: int) ->
     spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
     actual, expected = dequantize(E4M3_BLOCKS, stored), codes.view(FP8).float() * spread
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_format_name_must_include_the_scale() -> None:
-    assert reads_e4m3_blocks(E4M3_BLOCKS)
-    with pytest.raises(AssertionError, match="'fp8' names no scale"):
-        replace(E4M3_BLOCKS, name="fp8")
 
 
 # --- quantizers -----------------------------------------------------------------------------------

@@ -50,36 +50,24 @@ def test_draw_follows_the_distribution(logits: Tensor) -> None:
     assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 
 
-def test_top_k_keeps_exactly_the_k_most_likely(logits: Tensor) -> None:
+def test_filters_keep_exactly_their_tokens(logits: Tensor) -> None:
     assert possible(logits, top_k=5, temperature=2.0) == set(logits.topk(5).indices.tolist())
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: Tensor) -> None:
     probs, order = torch.softmax(logits, dim=-1).sort(descending=True)
     needed = int((probs.cumsum(0) < 0.6).sum()) + 1
     assert possible(logits, top_p=0.6) == set(order[:needed].tolist())
-
-
-def test_min_p_keeps_tokens_within_a_share_of_the_best(logits: Tensor) -> None:
     probs = torch.softmax(logits, dim=-1)
     kept = (probs >= 0.2 * probs.max()).nonzero().flatten()
     assert possible(logits, min_p=0.2) == set(kept.tolist())
-
-
-def test_narrow_and_wide_draws_agree_where_top_k_fits_both(logits: Tensor) -> None:
-    narrow, wide = (
-        draws(logits, torch.arange(200) / 200, top_k=10, candidates=count) for count in (16, VOCAB)
-    )
-    assert torch.equal(narrow, wide)
-
-
-def test_uniform_just_below_one_never_leaves_the_kept_tokens(logits: Tensor) -> None:
     almost_one = 1 - 2**-24
     assert draw(logits, almost_one, top_k=3) in set(logits.topk(3).indices.tolist())
     assert draw(logits, almost_one, top_p=1e-6) == int(logits.argmax())
 
 
-def test_a_draw_does_not_depend_on_the_batch_composition(logits: Tensor) -> None:
+def test_draws_do_not_depend_on_candidates_or_batch_composition(logits: Tensor) -> None:
+    narrow, wide = (
+        draws(logits, torch.arange(200) / 200, top_k=10, candidates=count) for count in (16, VOCAB)
+    )
+    assert torch.equal(narrow, wide)
     others = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
     rows = torch.cat((others[:3], logits.unsqueeze(0), others[3:]))
     filters = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
@@ -124,9 +112,6 @@ def test_logprobs_ranks_and_alternatives() -> None:
     assert int(rank) == 3
     assert ids.tolist() == [[1, 3]]
     assert values[0].tolist() == logprobs[0, [1, 3]].tolist()
-
-
-def test_alternatives_that_are_equally_likely_do_not_depend_on_how_many_others_ask_for() -> None:
     logprobs = torch.log_softmax(torch.arange(4160.0).remainder(7).floor(), dim=-1).repeat(3, 1)
     expected = [6 + 7 * place for place in range(40)]
     for num_top in (1, 2, 5, 20, 40):

@@ -77,10 +77,15 @@ def test_finished_json_objects_parse(llm: LLM) -> None:
     assert all(completion.text.startswith("{") for completion in done)
 
 
-def test_stream_has_the_text_of_generate(llm: LLM) -> None:
+def test_streams_and_each_choice_follow_the_grammar(llm: LLM) -> None:
     params = seeded(3, grammar=schema(PERSON))
     text = "".join(output.text for output in llm.stream("A person:", params))
     assert text == outputs(llm, ["A person:"], [params])[0].text and is_person(text)
+    (generation,) = llm.generate("A person:", seeded(1, grammar=schema(PERSON), n=4, logprobs=2))
+    texts = [completion.text for completion in generation.outputs]
+    assert len(set(texts)) > 1 and all(is_person(text) for text in texts)
+    for completion in generation.outputs:
+        assert [entry.token_id for entry in completion.logprobs or []] == completion.token_ids
 
 
 @pytest.mark.parametrize("by_id", [True, False])
@@ -153,14 +158,6 @@ def test_forced_calls_name_declared_tools_with_valid_arguments(llm: LLM, name: s
     assert called <= {"get_weather", "clock"} and (name is None or called == {name})
 
 
-def test_each_choice_follows_the_grammar(llm: LLM) -> None:
-    (generation,) = llm.generate("A person:", seeded(1, grammar=schema(PERSON), n=4, logprobs=2))
-    texts = [completion.text for completion in generation.outputs]
-    assert len(set(texts)) > 1 and all(is_person(text) for text in texts)
-    for completion in generation.outputs:
-        assert [entry.token_id for entry in completion.logprobs or []] == completion.token_ids
-
-
 def test_grammar_outranks_other_parameters(llm: LLM) -> None:
     """Check that bias, penalties, ignored ends and spare tokens do not break the format."""
     eos = llm.tokenizer.eos_token_id or 0
@@ -181,7 +178,7 @@ def test_grammar_outranks_other_parameters(llm: LLM) -> None:
     free_all(llm)
 
 
-def test_end_waits_for_min_tokens_where_the_grammar_can_go_on(llm: LLM) -> None:
+def test_end_waits_for_min_tokens_and_truncated_output_ends_with_length(llm: LLM) -> None:
     grammar = regex("[a-z]{1,100}")
     eager = {TOKENIZER.eos_token_id or 0: 100.0}
     params = seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)
@@ -189,9 +186,6 @@ def test_end_waits_for_min_tokens_where_the_grammar_can_go_on(llm: LLM) -> None:
     # The last token is the end token.
     assert len(completion.token_ids) == 16 and completion.finish_reason == "stop"
     assert re.fullmatch("[a-z]{1,100}", completion.text)
-
-
-def test_truncated_output_ends_with_length(llm: LLM) -> None:
     (completion,) = outputs(llm, ["A person:"], [seeded(1, grammar=schema(PERSON), max_tokens=4)])
     assert completion.finish_reason == "length" and completion.text.startswith("{")
 

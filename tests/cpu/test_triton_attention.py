@@ -173,11 +173,18 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
         assert torch.equal(got.scale[sum(counts) :], torch.ones(5, kv_heads * group))
 
 
-def test_a_long_sequence_is_split_if_programs_would_idle() -> None:
+def test_plans_split_a_long_sequence_and_need_no_sequences() -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=32)
     for lengths, pieces in (([700, 70, 0], [4, 2, 1]), ([700], [3])):
         queries = queries_of(torch.zeros(4, 22), lengths, [1] * len(lengths))
         assert kernels.plan_decode(queries, shape).sequences.view(-1, 8)[:, 5].tolist() == pieces
+    shape = PagedShape(kv_heads=1, group=2, block_size=16)
+    k_cache, v_cache, tables = paged_pair([1], shape)
+    queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
+    cache = KvCache(k_cache, v_cache)
+    decode, prefill = (kernels.plan_decode, kernels.decode), (kernels.plan_prefill, kernels.prefill)
+    for prepare, run in (decode, prefill):
+        assert run(q, cache, prepare(queries, shape)).shape == (0, 256)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -244,16 +251,6 @@ def test_prefill_splits_by_keys(sequences: list[tuple[int, int]], heads: tuple[i
     assert [each[5] for each in several] == ends[:-1] and ends[-1] <= found.places
     for _, count, start, _, splits, _ in several:
         assert (start + count) // splits >= 512
-
-
-def test_no_sequences_need_no_work() -> None:
-    shape = PagedShape(kv_heads=1, group=2, block_size=16)
-    k_cache, v_cache, tables = paged_pair([1], shape)
-    queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
-    cache = KvCache(k_cache, v_cache)
-    decode, prefill = (kernels.plan_decode, kernels.decode), (kernels.plan_prefill, kernels.prefill)
-    for prepare, run in (decode, prefill):
-        assert run(q, cache, prepare(queries, shape)).shape == (0, 256)
 
 
 @pytest.mark.parametrize("peers", [True, False])

@@ -21,14 +21,6 @@ def fp8_linear(
     return t["x"], kernels.prepare(e4m3_blocks(t["weight.weight"], t["weight.weight_scale_inv"]))
 
 
-def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
-    x, prepared = fp8_linear(20, 384, 128)
-    assert SIZES.split_k(M=20, N=128, K=384).split_k > 1
-    first = kernels.linear(x, prepared)
-    assert int(prepared.arrivals.sum()) == 0
-    assert torch.equal(kernels.linear(x, prepared), first)
-
-
 def test_all_programs_of_small_m_run_at_once() -> None:
     """A multiprocessor has 65,536 registers; the compiler alone would use 184 a thread."""
     for M, N, K in (
@@ -44,37 +36,33 @@ def test_all_programs_of_small_m_run_at_once() -> None:
     assert SIZES.small_m(M=1, N=16, K=16_384) is None
 
 
-def test_small_m_and_split_k_agree() -> None:
+def test_small_m_and_split_k_agree_and_leave_counters_at_zero() -> None:
     """Run the same rows by the kernels for up to 8 tokens, for up to 16 and for more."""
     x, prepared = fp8_linear(18, 896, 48)
     every = kernels.linear(x, prepared, LinearOutput(torch.float32))
     for num_tokens in (2, 7, 13):
         some = kernels.linear(x[:num_tokens], prepared, LinearOutput(torch.float32))
         torch.testing.assert_close(some, every[:num_tokens], atol=1e-4, rtol=1e-4)
+    x, prepared = fp8_linear(20, 384, 128)
+    assert SIZES.split_k(M=20, N=128, K=384).split_k > 1
+    first = kernels.linear(x, prepared)
+    assert int(prepared.arrivals.sum()) == 0
+    assert torch.equal(kernels.linear(x, prepared), first)
 
 
-def test_fp32_output_is_rounded_once() -> None:
+def test_activations_and_outputs_are_rounded_once() -> None:
     generator = torch.Generator().manual_seed(4)
     x, weight = torch.randn(67, 256, generator=generator).bfloat16().split((3, 64))
     out = kernels.linear(x, kernels.prepare(plain(weight)), LinearOutput(torch.float32))
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
-
-
-def test_plain_activations_are_quantized_for_fp8_weights() -> None:
     x, prepared = fp8_linear(6, 256, 64)
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(x), prepared)
     torch.testing.assert_close(kernels.linear(x, prepared), with_fp8)
-
-
-def test_weights_that_no_kernel_reads_are_refused() -> None:
     fp8 = torch.zeros(8, 200).to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="multiple of 128"):
         kernels.prepare(e4m3_blocks(fp8, torch.ones(1, 2)))
-
-
-def test_an_infinite_activation_stays_infinite_and_in_its_group() -> None:
     x = torch.ones(2, 256, dtype=torch.bfloat16)
     x[1, 200] = float("inf")
-    plain = quantize.quantize(x).dequantize()
-    assert not torch.isfinite(plain[1, 200])
-    assert torch.equal(plain[0], torch.ones(256)) and torch.equal(plain[1, :128], torch.ones(128))
+    back = quantize.quantize(x).dequantize()
+    assert not torch.isfinite(back[1, 200])
+    assert torch.equal(back[0], torch.ones(256)) and torch.equal(back[1, :128], torch.ones(128))

@@ -32,7 +32,7 @@ from tests.kernel_cases import moe as cases
 from tests.kernel_cases.weight_only import INT4
 
 
-def test_route_leaves_its_counters_at_whole_rounds() -> None:
+def test_route_leaves_its_counters_at_whole_rounds_and_splits_gates_exactly() -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 64, generator=generator).bfloat16()
     prepared = kernels.prepare_gate(
@@ -41,6 +41,9 @@ def test_route_leaves_its_counters_at_whole_rounds() -> None:
     for _ in range(2):
         kernels.route(x, prepared, top_k=2)
     assert prepared.arrivals.max() == 2 * 1024 and (prepared.arrivals % 1024 == 0).all()
+    gate = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    pieces = kernels.prepare_gate(gate, torch.zeros(16)).gate_bf16x3.float()
+    assert torch.equal((pieces[0] + pieces[1]) + pieces[2], gate)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +82,6 @@ def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
         assert torch.equal(choices[0], ids)
         torch.testing.assert_close(choices[1], weights, rtol=1e-5, atol=1e-6)
     assert joined.flag.tolist() == [3] and router.flag.tolist() == [3]
-
-
-def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:
-    gate = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
-    pieces = kernels.prepare_gate(gate, torch.zeros(16)).gate_bf16x3.float()
-    assert torch.equal((pieces[0] + pieces[1]) + pieces[2], gate)
 
 
 def test_pairs_of_chunks_are_sorted_by_expert_and_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_equal_scores_take_the_lower_id_and_broken_logits_break_the_row(
     assert kernels.pick(logits, rows, **shard).tolist() == [expected]
 
 
-def test_kernel_and_definition_make_the_same_noise() -> None:
+def test_noise_is_that_of_the_definition_for_any_shard() -> None:
     """Use equal logits, so that 40 rows of 700 tokens agree only if the noise has equal bits."""
     inputs = pick_inputs(40, 700, seed=6)
     inputs["logits"].zero_()
@@ -79,9 +79,6 @@ def test_kernel_and_definition_make_the_same_noise() -> None:
     assert torch.equal(
         call(kernels.pick, inputs, first_id=123_456), call(spec.pick, inputs, first_id=123_456)
     )
-
-
-def test_the_vocabulary_may_be_sharded_at_any_token() -> None:
     inputs = pick_inputs(6, 900, seed=7)
     whole = call(spec.pick, inputs, first_id=0)
     for cut in (1, 300, 899):
@@ -127,16 +124,13 @@ def bits_of(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> 
     return noise.token_bits((low.unsqueeze(1), high.unsqueeze(1)), ids)
 
 
-def test_exponentials_are_positive_and_distinct_near_zero() -> None:
+def test_exponentials_are_distinct_and_picks_follow_the_distribution() -> None:
     edges = noise.exponentials(torch.tensor([0, 1, 2, 2**31, 2**32 - 1]))
     assert (edges > 0).all() and edges.isfinite().all()
     assert edges[0] < edges[1] < edges[2]
     many = noise.exponentials(bits_of(torch.arange(8), torch.arange(8), torch.arange(50_000)))
     assert abs(float(many.mean()) - 1) < 0.01
     assert abs(float(many.var()) - 1) < 0.03
-
-
-def test_pick_follows_the_distribution() -> None:
     n = 20_000
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 2
     for seeds, positions in (

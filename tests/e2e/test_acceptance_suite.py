@@ -122,13 +122,10 @@ def test_04_budget_of_thinking_is_kept(http: httpx.Client, budget: dict[str, Any
     assert 0 < details["reasoning_tokens"] <= 6
 
 
-def test_04_prompt_of_disabled_thinking_keeps_the_prefix(http: httpx.Client) -> None:
+def test_04_disabled_thinking_keeps_the_prefix_and_other_types_fail(http: httpx.Client) -> None:
     plain = rendered(http)
     assert rendered(http, thinking={"type": "adaptive"}) == plain
     assert rendered(http, thinking={"type": "disabled"}) == plain + "</think>\n\n"
-
-
-def test_04_invalid_thinking_type_is_refused(http: httpx.Client) -> None:
     assert refused(http, thinking={"type": "banana"})["param"] == "thinking.type"
 
 
@@ -142,9 +139,6 @@ def test_06_token_limits(http: httpx.Client) -> None:
     assert answered(http, max_tokens=524_288)["choices"][0]["finish_reason"] == "stop"
     answer = answered(http, max_tokens=100, max_completion_tokens=3)
     assert answer["usage"]["completion_tokens"] == 3
-
-
-def test_06_zero_tokens_only_read_the_prompt(http: httpx.Client) -> None:
     answer = answered(http, max_tokens=0)
     (choice,) = answer["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
@@ -221,7 +215,7 @@ def test_11_root_precedes_system(http: httpx.Client, roles: str) -> None:
     assert places == sorted(places)
 
 
-def test_forms_of_the_answer_hold_in_streams_too(http: httpx.Client) -> None:
+def test_forms_hold_in_streams_and_completions(http: httpx.Client) -> None:
     apples = {"type": "integer", "minimum": 0, "maximum": 99}
     properties = {"apples": apples, "sure": {"type": "boolean"}}
     schema = {**TOTAL, "properties": properties, "required": ["apples", "sure"]}
@@ -232,6 +226,9 @@ def test_forms_of_the_answer_hold_in_streams_too(http: httpx.Client) -> None:
     value = json.loads(join(deltas, "content"))
     assert set(value) == {"apples", "sure"} and 0 <= value["apples"] <= 99
     assert join(deltas, "reasoning")
+    choices = ["no apples", "some apples"]
+    answer = post(http, COMPLETIONS, prompt="Tom has", guided_choice=choices, max_tokens=50)
+    assert answer["choices"][0]["text"] in choices
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -239,12 +236,6 @@ def test_invalid_form_is_refused_before_stream_begins(http: httpx.Client, stream
     for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x"})):
         response = http.post(path, json={**SHORT, **body, "guided_regex": "([", "stream": streamed})
         error_of(response, 400, code="invalid_grammar")
-
-
-def test_plain_completions_follow_a_form(http: httpx.Client) -> None:
-    choices = ["no apples", "some apples"]
-    answer = post(http, COMPLETIONS, prompt="Tom has", guided_choice=choices, max_tokens=50)
-    assert answer["choices"][0]["text"] in choices
 
 
 def test_reasoning_is_placed_as_requested(http: httpx.Client) -> None:

@@ -25,15 +25,12 @@ from tests.e2e.api_support import (
 from tests.e2e.conftest import MODEL, serving
 
 
-def test_the_second_time_the_prompt_comes_from_the_cache(http: httpx.Client) -> None:
+def test_prompts_are_cached_and_streams_have_usage_when_asked(http: httpx.Client) -> None:
     text = "A shop has 12 pens and sells 5 of them in the morning. How many are left?"
     body = CHAT_DIALECT.body([{"role": "user", "content": text}])
     first, second = (CHAT_DIALECT.ask(http, body) for _ in range(2))
     assert second.cached_tokens > first.cached_tokens
     assert first.content == second.content
-
-
-def test_stream_has_usage_only_when_asked(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "max_tokens": 2}
     assert all("usage" not in event for event in stream(http, CHAT, **body))
     events = stream(http, CHAT, **body, stream_options={"continuous_usage_stats": True})
@@ -41,14 +38,7 @@ def test_stream_has_usage_only_when_asked(http: httpx.Client) -> None:
     assert totals == sorted(totals) and totals[-1] == 2
 
 
-def test_tool_choice_none_gives_no_calls(http: httpx.Client) -> None:
-    body = CHAT_DIALECT.body(WEATHER_QUESTION, limit=200)
-    hidden = CHAT_DIALECT.ask(http, body | {"tools": [WEATHER], "tool_choice": "none"})
-    assert hidden.calls == []
-    assert hidden.tokens[0] == CHAT_DIALECT.ask(http, body).tokens[0]
-
-
-def test_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http: httpx.Client) -> None:
+def test_calls_are_text_where_no_tool_is_allowed(http: httpx.Client) -> None:
     """Force an invoke tag by a schema; without a block it must stay text."""
     invoke = '<invoke name="get_weather">\n</invoke>'
     texts = ("<minimax:tool_call>", invoke)
@@ -60,6 +50,10 @@ def test_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http: ht
     only = {"type": "allowed_tools", "mode": "auto", "tools": [clock]}
     held = CHAT_DIALECT.ask(http, body | {"tool_choice": only})
     assert held.content == invoke and held.calls == []
+    body = CHAT_DIALECT.body(WEATHER_QUESTION, limit=200)
+    hidden = CHAT_DIALECT.ask(http, body | {"tools": [WEATHER], "tool_choice": "none"})
+    assert hidden.calls == []
+    assert hidden.tokens[0] == CHAT_DIALECT.ask(http, body).tokens[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -91,7 +85,7 @@ def test_logprobs_describe_every_token_of_the_content(http: httpx.Client) -> Non
     assert streamed == [entry["token"] for entry in content]
 
 
-def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Client) -> None:
+def test_prompt_logprobs_are_returned_and_last_messages_continued(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "max_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True}
     answer = post(http, CHAT, **body)
     (first, *scores), (_, *ids) = answer["prompt_logprobs"], answer["prompt_token_ids"]
@@ -99,9 +93,6 @@ def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Clien
     for token_id, entry in zip(ids, scores, strict=True):
         assert entry[str(token_id)]["logprob"] <= 0
     assert len(answer["choices"][0]["token_ids"]) == 4
-
-
-def test_last_message_can_be_continued(http: httpx.Client) -> None:
     begun = {"role": "assistant", "reasoning_content": "47 + 38 = 85", "content": "He has"}
     body = CHAT_DIALECT.body([*QUESTION, begun], limit=16, return_token_ids=True)
     body |= {"add_generation_prompt": False, "continue_final_message": True}

@@ -25,10 +25,6 @@ def test_every_shape_of_prompt_is_answered(client: Any, prompt: Any, num_choices
     assert answer.usage.completion_tokens_details and answer.usage.prompt_tokens_details
 
 
-def test_default_limit_is_sixteen_tokens(http: httpx.Client) -> None:
-    assert complete(http, ignore_eos=True)["usage"]["completion_tokens"] == 16
-
-
 def test_streams_of_prompts_and_choices_add_up_to_the_whole_answer(http: httpx.Client) -> None:
     body = {"prompt": [PROMPT, "Hello"], "n": 2, "max_tokens": 12, "seed": 3, "echo": True}
     whole = complete(http, **body)["choices"]
@@ -56,7 +52,7 @@ def test_stream_interval_joins_tokens(http: httpx.Client, interval: int) -> None
     assert all(count >= interval for count in counts[1:-1]) and len(counts) <= 2 + 119 // interval
 
 
-def test_echo_with_no_tokens_scores_the_prompt(http: httpx.Client) -> None:
+def test_echo_scores_the_prompt_alone_or_with_the_answer(http: httpx.Client) -> None:
     answer = complete(http, max_tokens=0, echo=True, logprobs=2)
     (choice,) = answer["choices"]
     assert choice["text"] == PROMPT
@@ -69,9 +65,6 @@ def test_echo_with_no_tokens_scores_the_prompt(http: httpx.Client) -> None:
         assert top[token] == logprob <= 0
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert PROMPT[offset:].startswith(token)
-
-
-def test_logprobs_of_prompt_and_answer_are_one_list(http: httpx.Client) -> None:
     answer = complete(http, max_tokens=4, echo=True, logprobs=0, temperature=0, ignore_eos=True)
     logprobs = answer["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == answer["usage"]["prompt_tokens"] + 4
@@ -90,9 +83,10 @@ def test_same_seed_gives_the_same_texts_and_choices_differ(http: httpx.Client) -
     assert first == second and len(set(first)) > 1
 
 
-def test_logit_bias_decides_min_tokens_holds_and_stop_token_is_reported(http: httpx.Client) -> None:
+def test_bias_decides_min_tokens_hold_and_sixteen_is_the_default(http: httpx.Client) -> None:
     body = {**GREEDY, "logit_bias": {"70": 100}, "max_tokens": 5}
     (choice,) = complete(http, **body, min_tokens=5, return_token_ids=True)["choices"]
     assert choice["token_ids"] == [70] * 5
     (choice,) = complete(http, **body, stop_token_ids=[70])["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 70)
+    assert complete(http, ignore_eos=True)["usage"]["completion_tokens"] == 16

@@ -144,7 +144,7 @@ def test_too_long_prompt_is_a_400_with_the_known_text(http: httpx.Client, stream
         assert match and match.groups() == (str(length), str(length - 1), None, str(length))
 
 
-def test_unknown_model_is_a_404_that_lists_what_is_served(client: Any, http: httpx.Client) -> None:
+def test_unknown_models_routes_and_methods(client: Any, http: httpx.Client) -> None:
     import openai
 
     with pytest.raises(openai.NotFoundError, match=MODEL) as caught:
@@ -152,9 +152,6 @@ def test_unknown_model_is_a_404_that_lists_what_is_served(client: Any, http: htt
     assert caught.value.code == "model_not_found"
     error_of(http.get("/v1/models/nan0"), 404, param="model")
     assert http.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
-
-
-def test_unknown_route_and_method(http: httpx.Client) -> None:
     assert "'/v1/chat/completions'" in error_of(http.post("/v1/chat/completion"), 404)["message"]
     error_of(http.get("/nothing"), 404)
     assert "generate text only" in error_of(http.post("/v1/embeddings"), 404)["message"]
@@ -163,20 +160,18 @@ def test_unknown_route_and_method(http: httpx.Client) -> None:
     assert response.headers["allow"] == "POST"
 
 
-def test_valid_request_id_of_a_client_is_used(http: httpx.Client) -> None:
+def test_open_endpoints_answer_with_request_ids(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.post("/ping").status_code == 200
+    assert http.get("/version").json()["version"]
+    assert CHAT in http.get("/openapi.json").json()["paths"]
+
     def used(**headers: str) -> str:
         return http.get("/health", headers=headers).headers["x-request-id"]
 
     assert used(**{"x-request-id": "trace-1"}) == "trace-1"
     assert used(**{"x-request-id": "x" * 500}) != "x" * 500
     assert len({used() for _ in range(3)}) == 3
-
-
-def test_open_endpoints_answer(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ok"}
-    assert http.post("/ping").status_code == 200
-    assert http.get("/version").json()["version"]
-    assert CHAT in http.get("/openapi.json").json()["paths"]
 
 
 def test_every_reference_of_the_openapi_document_resolves(http: httpx.Client) -> None:

@@ -75,7 +75,7 @@ def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
     assert [last[index] for index in range(3)] == [answer["text"] for answer in batch]
 
 
-def test_stop_reasons_name_the_match(http: httpx.Client) -> None:
+def test_stop_reasons_name_the_match_and_forms_are_followed(http: httpx.Client) -> None:
     text = generated(http)["text"]
     word = text[len(text) // 2 :][:4]
     stopped = generated(http, sampling_params={**GREEDY, "stop": word})
@@ -88,6 +88,9 @@ def test_stop_reasons_name_the_match(http: httpx.Client) -> None:
     assert by_id["meta_info"]["finish_reason"] == {"type": "stop", "matched": token_id}
     only_read = generated(http, sampling_params={"max_new_tokens": 0})
     assert only_read["text"] == "" and only_read["output_ids"] == []
+    answer = generated(http, sampling_params={**GREEDY, "regex": "(yes|no)"})
+    assert answer["text"] in ("yes", "no")
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 def test_logprobs_of_prompt_and_answer(http: httpx.Client) -> None:
@@ -104,12 +107,6 @@ def test_logprobs_of_prompt_and_answer(http: httpx.Client) -> None:
     later = generated(http, **options, logprob_start_len=4)["meta_info"]["input_token_logprobs"]
     assert later == given[4:]
     assert generated(http, return_logprob=True)["meta_info"]["input_token_logprobs"] == []
-
-
-def test_forms_are_followed(http: httpx.Client) -> None:
-    answer = generated(http, sampling_params={**GREEDY, "regex": "(yes|no)"})
-    assert answer["text"] in ("yes", "no")
-    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -> None:

@@ -107,18 +107,10 @@ def test_choices_that_cannot_share_their_prompt_count_it_once_each(
     assert eventually(lambda: low < small.gauge(WAITING_TOKENS) < high)
 
 
-def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
+def test_deadlines_end_whole_answers_and_begun_streams(small: Server) -> None:
     with small.http() as http:
         refused = http.post(CHAT, json=LONG | {"timeout": 0.3})
     error_of(refused, 408, code="request_timeout", type="timeout_error")
-
-
-def test_deadline_in_queue_is_a_408_in_streams(small: Server, busy: contextlib.ExitStack) -> None:
-    with small.http() as http:
-        error_of(http.post(CHAT, json=LONG | {"timeout": 0.3, "stream": True}), 408)
-
-
-def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
     for seconds in (0.5, 1, 2, 4, 8):  # On a stalled machine the time passes too early.
         with (
             small.http() as http,
@@ -129,6 +121,11 @@ def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
             break
     assert len(lines) > 3
     assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
+
+
+def test_deadline_in_queue_is_a_408_in_streams(small: Server, busy: contextlib.ExitStack) -> None:
+    with small.http() as http:
+        error_of(http.post(CHAT, json=LONG | {"timeout": 0.3, "stream": True}), 408)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -217,8 +214,12 @@ def test_head_over_limits_is_refused(small: Server, head: bytes, status: int, co
     assert all(part in answer for part in (code, b"x-request-id: ", b"application/json"))
 
 
-def test_references_count_with_the_size_of_their_items(small: Server) -> None:
+def test_bodies_messages_and_references_have_limits(small: Server) -> None:
     with small.http() as http:
+        large = http.post(CHAT, json={"messages": HELLO, "user": "x" * 102_400})
+        error_of(large, 413, code="body_too_large")
+        many = http.post(CHAT, content=json.dumps({"messages": [{}] * 16_385}), headers=JSON)
+        assert "16384" in error_of(many, 400)["message"]
         kept = post(http, RESPONSES, input="Hi", max_output_tokens=60)
         reference = {"type": "item_reference", "id": kept["output"][0]["id"]}
         body = {"input": [reference] * 800, "max_output_tokens": 1}
@@ -226,14 +227,6 @@ def test_references_count_with_the_size_of_their_items(small: Server) -> None:
         refused = http.post(RESPONSES, json=body)
         assert "referenced items" in error_of(refused, 413, code="body_too_large")["message"]
         post(http, RESPONSES, **body | {"input": [reference, reference]})
-
-
-def test_body_and_message_count_have_limits(small: Server) -> None:
-    with small.http() as http:
-        large = http.post(CHAT, json={"messages": HELLO, "user": "x" * 102_400})
-        error_of(large, 413, code="body_too_large")
-        many = http.post(CHAT, content=json.dumps({"messages": [{}] * 16_385}), headers=JSON)
-        assert "16384" in error_of(many, 400)["message"]
 
 
 def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:

@@ -117,11 +117,16 @@ def test_tools_without_a_schema_are_run_by_the_client(claude: Any, kind: str, na
     assert claude.messages.create(messages=messages, **options).usage.input_tokens
 
 
-def test_forced_call_is_made_and_no_tokens_are_no_content(http: httpx.Client) -> None:
+def test_forced_calls_forms_and_prefilled_answers(http: httpx.Client) -> None:
     choice = {"type": "tool", "name": "get_weather"}
     forced = asked(http, WEATHER_QUESTION, tools=[TOOL], tool_choice=choice, max_tokens=200)
     assert forced["stop_reason"] == "tool_use" and forced["content"][-1]["name"] == "get_weather"
     assert asked(http, max_tokens=0)["content"] == []
+    form = {"format": {"type": "json_schema", "schema": TOTAL}, "effort": "high"}
+    text = asked(http, output_config=form)["content"][-1]["text"]
+    assert isinstance(json.loads(text)["total"], int)
+    begun = {"role": "assistant", "content": "He now has"}
+    assert kinds_of(asked(http, [*QUESTION, begun], max_tokens=8)) == ["text"]
 
 
 def test_thinking_can_be_switched_off_hidden_and_bounded(http: httpx.Client) -> None:
@@ -145,14 +150,6 @@ def test_thinking_can_be_switched_off_hidden_and_bounded(http: httpx.Client) -> 
         return num_tokens
 
     assert count(hidden[0]) == count(shown[0]) > count({"type": "redacted_thinking", "data": "x"})
-
-
-def test_form_and_prefilled_answer(http: httpx.Client) -> None:
-    form = {"format": {"type": "json_schema", "schema": TOTAL}, "effort": "high"}
-    text = asked(http, output_config=form)["content"][-1]["text"]
-    assert isinstance(json.loads(text)["total"], int)
-    begun = {"role": "assistant", "content": "He now has"}
-    assert kinds_of(asked(http, [*QUESTION, begun], max_tokens=8)) == ["text"]
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -83,10 +83,13 @@ def test_sdk_stream_ends_in_the_whole_response(client: Any) -> None:
     assert json.loads(call.arguments) == {"city": "Paris"}
 
 
-def test_streamed_summary_repeats_the_reasoning(http: httpx.Client) -> None:
+def test_summaries_and_logprobs_come_where_they_are_asked_for(http: httpx.Client) -> None:
     reasoning = streamed(http, reasoning={"summary": "auto"})["output"][0]
     assert reasoning["summary"][0]["text"] == reasoning["content"][0]["text"]
     assert "encrypted_content" not in reasoning
+    assert asked(http, top_logprobs=3)["output"][-1]["content"][0]["logprobs"] == []
+    (part,) = asked(http, **LOGPROBS)["output"][-1]["content"]
+    assert part["logprobs"] and all(entry["top_logprobs"] == [] for entry in part["logprobs"])
 
 
 def test_stored_response_is_fetched_continued_and_deleted(client: Any, http: httpx.Client) -> None:
@@ -116,7 +119,7 @@ def test_stored_response_is_fetched_continued_and_deleted(client: Any, http: htt
     assert error.value.code == "previous_response_not_found"
 
 
-def test_input_tokens_equal_those_of_the_response(http: httpx.Client) -> None:
+def test_input_tokens_equal_those_of_the_response_stored_or_not(http: httpx.Client) -> None:
     count = f"{RESPONSES}/input_tokens"
     question = {"model": MODEL, "input": ASK_WEATHER, "instructions": "Be brief.", "tools": [TOOL]}
     first = post(http, RESPONSES, **question, temperature=0)
@@ -128,9 +131,6 @@ def test_input_tokens_equal_those_of_the_response(http: httpx.Client) -> None:
     second = post(http, RESPONSES, **further, max_output_tokens=2)
     assert post(http, count, **further)["input_tokens"] == second["usage"]["input_tokens"]
     error_of(http.post(count, json=further | {"previous_response_id": "resp_none"}), 404)
-
-
-def test_response_with_store_false_is_not_stored(http: httpx.Client) -> None:
     response = asked(http, store=False, limit=4)
     assert response["store"] is False
     error_of(http.get(f"{RESPONSES}/{response['id']}"), 404)
@@ -195,12 +195,6 @@ def test_logprobs_are_those_of_the_text(client: Any) -> None:
     (done,) = [event for event in events if event.type == "response.output_text.done"]
     assert [entry.logprob for entry in done.logprobs] == [entry.logprob for entry in part.logprobs]
     assert client.responses.retrieve(response.id).output[-1].content[0].logprobs == part.logprobs
-
-
-def test_logprobs_come_only_where_they_are_included(http: httpx.Client) -> None:
-    assert asked(http, top_logprobs=3)["output"][-1]["content"][0]["logprobs"] == []
-    (part,) = asked(http, **LOGPROBS)["output"][-1]["content"]
-    assert part["logprobs"] and all(entry["top_logprobs"] == [] for entry in part["logprobs"])
 
 
 def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:

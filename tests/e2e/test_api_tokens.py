@@ -23,7 +23,7 @@ def test_text_survives_the_round_trip(http: httpx.Client, prefix: str) -> None:
     assert shorter["text"] == TEXT.replace("[e~[", "")
 
 
-def test_tokenizer_info_is_enough_to_make_the_same_prompts(http: httpx.Client) -> None:
+def test_lists_give_lists_and_tokenizer_info_makes_the_same_prompts(http: httpx.Client) -> None:
     """Render the template as a client would, and look up the ids of the named tokens."""
     info = http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("[e~[", "]~!b[")
@@ -35,9 +35,6 @@ def test_tokenizer_info_is_enough_to_make_the_same_prompts(http: httpx.Client) -
     template = environment.from_string(info["chat_template"])
     prompt = template.render(messages=QUESTION, add_generation_prompt=True)
     assert prompt == post(http, f"{CHAT}/render", messages=QUESTION)["prompt"]
-
-
-def test_lists_give_lists(http: httpx.Client) -> None:
     texts = ["one", "two words", ""]
     tokens = post(http, "/tokenize", prompt=texts)
     assert tokens["count"] == [len(ids) for ids in tokens["tokens"]] and len(tokens["count"]) == 3

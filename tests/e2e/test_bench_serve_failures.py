@@ -80,12 +80,15 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
     assert re.search(r"HTTP 500: +1\n    kaput", bench.out)
 
 
-def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
+def test_exit_code_is_one_without_answers(bench: Bench) -> None:
     found = run(bench, whole(503, {"error": {"message": "draining"}}))
     assert bench.code == 1
     assert found["failed"] == 4
     assert "Serving Benchmark Result" in bench.out
     assert bench.err.strip() == "negamax: error: all 4 requests failed: HTTP 503 (4)"
+    bench("http://127.0.0.1:9", "--num-prompts 1")
+    assert bench.code == 1
+    assert "http://127.0.0.1:9 does not answer: connection refused" in bench.err
 
 
 def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None:
@@ -199,12 +202,6 @@ def test_the_client_starts_without_torch() -> None:
     large = "{'torch', 'matplotlib'}"
     code = f"import sys, {modules}; assert not {large} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
-    bench("http://127.0.0.1:9", "--num-prompts 1")
-    assert bench.code == 1
-    assert "http://127.0.0.1:9 does not answer: connection refused" in bench.err
 
 
 @pytest.mark.parametrize(("line", "message"), read_table("bench_serve_failures.bad_input"))

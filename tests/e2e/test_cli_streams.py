@@ -49,21 +49,15 @@ def test_commands_run_where_no_message_can_be_written(command: tuple[str, ...]) 
     assert done.stdout == redirected("", *command).stdout != ""
 
 
-def test_refusals_that_cannot_be_written_keep_their_exit_code() -> None:
+def test_outputs_that_cannot_be_written_end_a_command() -> None:
     done = redirected("2>&-", "plan", MODEL)
     assert (done.returncode, done.stdout) == (2, "")
     assert redirected("2>/dev/full", "plan", MODEL).returncode == 2
-
-
-def test_closed_pipe_ends_a_command_like_sigpipe() -> None:
     nobody, output = os.pipe()
     os.close(nobody)
     command = [sys.executable, "-m", "negamax", *PLAN]
     done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(output)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def test_output_to_a_full_disk_is_refused_once() -> None:
     done = redirected(">/dev/full", *PLAN)
     assert (done.returncode, done.stderr) == (2, "negamax: error: No space left on device\n")

@@ -75,7 +75,7 @@ def test_nested_arguments_keep_their_types(http: httpx.Client) -> None:
     assert isinstance(found["done"], bool) and isinstance(found["title"], str)
 
 
-def test_structured_output_follows_the_thinking(http: httpx.Client) -> None:
+def test_structured_output_follows_thinking_and_may_look_like_a_call(http: httpx.Client) -> None:
     message = chat(http, structured_outputs={"regex": r'\{"number": [0-9]{2}\}'})["message"]
     assert message["reasoning"] and json.loads(message["content"]) == {"number": 85}
     for mode in ("enabled", "disabled"):
@@ -83,16 +83,10 @@ def test_structured_output_follows_the_thinking(http: httpx.Client) -> None:
         message = chat(http, structured_outputs=choice, thinking={"type": mode})["message"]
         assert message["content"] == "[SILENCE]"
         assert bool(message["reasoning"]) == (mode == "enabled")
-
-
-def test_text_like_a_call_is_content_without_tools(http: httpx.Client) -> None:
     opener = "]<]minimax[>[<tool_call>"
     found = chat(http, structured_outputs={"choice": [opener]}, thinking={"type": "disabled"})
     assert found["message"]["content"] == opener and "tool_calls" not in found["message"]
     assert found["finish_reason"] == "stop"
-
-
-def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     response = http.post(CHAT, json={**GREEDY, "messages": [{"role": "user", "content": [part]}]})
     assert response.status_code == 400 and "image" in response.json()["error"]["message"]

@@ -82,8 +82,9 @@ PLAIN = """
 """
 
 
-def test_markdown_becomes_the_elements_it_means(page: Browser, script: Script) -> None:
+def test_markdown_and_formulas_become_the_elements_they_mean(page: Browser, script: Script) -> None:
     assert {text: page.run(PLAIN, text=text) for text in MARKDOWN} == MARKDOWN
+    assert {text: page.run(FORMULA_SOURCES, text=text) for text in FORMULAS} == FORMULAS
 
 
 FORMULAS = dict(read_table("playground_texts.formulas"))
@@ -98,10 +99,6 @@ FORMULA_SOURCES = PLAIN.replace(
   for (const source of box.querySelectorAll('.formula.source')) source.removeAttribute('title');
   return box.innerHTML""",
 )
-
-
-def test_formulas_are_found_and_prices_are_none(page: Browser, script: Script) -> None:
-    assert {text: page.run(FORMULA_SOURCES, text=text) for text in FORMULAS} == FORMULAS
 
 
 def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Script) -> None:

@@ -51,7 +51,7 @@ def test_replicas_give_the_answers_of_one_engine(two: Server, server: Server) ->
         assert [each["choices"][0]["text"] for each in found] == expected
 
 
-def test_requests_are_spread_over_replicas(two: Server) -> None:
+def test_requests_are_spread_over_replicas_unless_a_field_pins_them(two: Server) -> None:
     before = num_tokens(two)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         numbers = range(8)
@@ -59,6 +59,11 @@ def test_requests_are_spread_over_replicas(two: Server) -> None:
     gained = {rank: count - before[rank] for rank, count in num_tokens(two).items()}
     assert sorted(gained) == ["0", "1"] and sum(gained.values()) == 512
     assert min(gained.values()) >= 3 * 64
+    before = num_tokens(two)
+    completion(two, "a", routed_dp_rank=1)
+    completion(two, "a", data_parallel_rank=1)
+    completion(two, "a", routed_dp_rank=0, rank=1)
+    assert num_tokens(two) == {"0": before["0"], "1": before["1"] + 72}
 
 
 def test_a_prompt_goes_where_its_prefix_is_from_any_server_process(two: Server) -> None:
@@ -87,14 +92,6 @@ def test_every_endpoint_pins_ranks_and_refuses_unknown_ones(two: Server) -> None
             assert "routed_dp_rank is '2'; allowed: 0 to 1" in refused.text
     after = num_tokens(two)
     assert after["1"] >= before["1"] + 4 * len(REQUESTS) and after["0"] == before["0"]
-
-
-def test_fields_of_sglang_pin_a_rank_without_the_header(two: Server) -> None:
-    before = num_tokens(two)
-    completion(two, "a", routed_dp_rank=1)
-    completion(two, "a", data_parallel_rank=1)
-    completion(two, "a", routed_dp_rank=0, rank=1)
-    assert num_tokens(two) == {"0": before["0"], "1": before["1"] + 72}
 
 
 def test_single_rank_accepts_only_0(server: Server, http: httpx.Client) -> None:

@@ -58,13 +58,10 @@ def test_concurrent_requests_get_their_own_answers(http: httpx.Client) -> None:
     assert found == [(number, bool(number % 2)) for number in range(16)]
 
 
-def test_grammar_holds_where_the_script_says_something_else(http: httpx.Client) -> None:
+def test_grammars_hold_against_the_script_and_prompts_are_scored(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "Yes or no?"}]
     answer = post(http, CHAT, messages=messages, structured_outputs={"choice": ["yes", "no"]})
     assert answer["choices"][0]["message"]["content"] in ("yes", "no")
-
-
-def test_prompts_are_scored_as_certain(http: httpx.Client) -> None:
     prompt = [300 + number for number in range(40)]
     answer = post(http, COMPLETIONS, prompt=prompt, max_tokens=1, prompt_logprobs=0)
     _, *scores = answer["choices"][0]["prompt_logprobs"]

@@ -28,14 +28,11 @@ def logged(server: Server, logger: str, **fields: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_ready_line_names_the_chat_page(talkative: Server) -> None:
+def test_all_processes_log_like_the_first_which_names_the_page(talkative: Server) -> None:
     assert talkative.ready_line.endswith(f"chat page: {talkative.url}/\n")
     with talkative.http() as http:
         page = http.get("/", auth=("any", KEY))
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-
-
-def test_all_processes_log_at_the_level_and_in_the_format_of_the_first(talkative: Server) -> None:
     (table,) = logged(talkative, "engine.core.setup", level="debug")
     assert table["message"].startswith("kernels:")
     assert table["pid"] == talkative.engine_pid()

@@ -108,7 +108,7 @@ def test_processes_listen_only_on_the_shared_port(several: Server) -> None:
     assert strangers_doors(several) == (set(), set())
 
 
-def test_relayed_stream_is_a_stream(several: Server) -> None:
+def test_streams_and_refusals_are_relayed(several: Server) -> None:
     for index in range(COUNT):
         following = {"previous_response_id": response_from(several, index)["id"], "input": "More"}
         for _ in range(3):
@@ -118,9 +118,6 @@ def test_relayed_stream_is_a_stream(several: Server) -> None:
             assert events[0].type == "response.created"
             assert events[-1].type in ("response.completed", "response.incomplete")
             assert [event.sequence_number for event in events] == list(range(len(events)))
-
-
-def test_refusals_are_relayed_with_their_request_ids(several: Server) -> None:
     body = {"input": "x", "previous_response_id": response_from(several, 1)["id"]}
     for _ in range(8):
         with several.http() as http:

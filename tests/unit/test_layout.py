@@ -117,7 +117,7 @@ def test_no_share_splits_a_unit(size: int, unit: int, lengths: set[int], room: i
     assert {each.size for each in shares} == {room}
 
 
-def test_heads_that_do_not_divide_and_models_without_dcp_are_refused(
+def test_undivided_heads_and_models_without_dcp_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match="48"):

@@ -286,10 +286,20 @@ def test_quantization_may_be_in_another_file(tmp_path: Path, name: str, message:
 # --- fields --------------------------------------------------------------------------------------
 
 
-def test_absent_fields_get_the_defaults_of_the_architecture() -> None:
+def test_absent_fields_eos_and_dtype_are_read_in_each_spelling() -> None:
     fixed = ("hidden_act", "scoring_func", "use_qk_norm", "attn_type_list", "architectures")
     spec = read_spec(leave_out(M2, "rms_norm_eps", "rope_theta", *fixed))
     assert (spec.rms_norm_eps, spec.rope_theta) == (1e-6, 5_000_000.0)
+    for given, ids in (([200020, 5, 200020], (200020, 5)), (7, (7,)), (None, ())):
+        assert read_spec(change(M2, eos_token_id=given)).eos_token_ids == ids
+    for fields, dtype in (
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
+    ):
+        assert read_spec({**leave_out(M2, "torch_dtype"), **fields}).dtype == dtype
+    unnamed = read_spec(change(M2, torch_dtype=None))
+    assert unnamed.dtype == "float32" and "float32 is assumed" in unnamed.notes[0]
 
 
 def test_unknown_fields_are_noted() -> None:
@@ -306,11 +316,6 @@ def test_tools_wrote_other_types_of_text_models(name: str | None) -> None:
     text = change(M3_TEXT, model_type=name, architectures=[])
     assert read_spec(change(M3, text_config=text)) == read_spec(M3)
     assert text_config(change(M3, text_config=text))["model_type"] == "minimax_m3_vl_text"
-
-
-def test_eos_may_be_one_id_or_several() -> None:
-    for given, ids in (([200020, 5, 200020], (200020, 5)), (7, (7,)), (None, ())):
-        assert read_spec(change(M2, eos_token_id=given)).eos_token_ids == ids
 
 
 def test_rotary_dim_in_every_spelling() -> None:
@@ -331,17 +336,6 @@ def test_rotary_dim_in_every_spelling() -> None:
     neither = read_spec(bare)
     assert neither.rotary_dim == 128
     assert "all 128 head dimensions rotate" in neither.notes[0]
-
-
-def test_dtype_in_both_spellings() -> None:
-    for fields, dtype in (
-        ({"dtype": "float16"}, "float16"),
-        ({"torch_dtype": "torch.float32"}, "float32"),
-        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
-    ):
-        assert read_spec({**leave_out(M2, "torch_dtype"), **fields}).dtype == dtype
-    unnamed = read_spec(change(M2, torch_dtype=None))
-    assert unnamed.dtype == "float32" and "float32 is assumed" in unnamed.notes[0]
 
 
 # --- MiniMax-M3 ----------------------------------------------------------------------------------
@@ -376,9 +370,6 @@ def test_m3_in_the_spellings_of_minimax_and_transformers_is_one_model() -> None:
     around = change(M3_AROUND, bos_token_id=200034, text_config=inner)
     seeing = read_spec(leave_out(around, "architectures"))
     assert read_spec(around) == seeing == expected
-
-
-def test_both_spellings_must_agree() -> None:
     both = {**M3_TEXT, **transformers_config(), "sparse_attention_config": SPARSE}
     assert read_spec(both).notes == ()
     for name, value in (
@@ -435,12 +426,17 @@ def test_quantization_is_described_around_the_text_model_or_in_it(tmp_path: Path
         assert found is not None and found.source == "config.json"
 
 
-def test_the_first_layers_of_m3_keep_their_kinds() -> None:
+def test_first_layers_of_m3_keep_their_kinds_and_sharded_index_queries_are_whole() -> None:
     spec = bundled_spec("minimax-m3").first_layers(5)
     assert isinstance(spec, MiniMaxM3Spec) and spec.sparse is not None
     assert spec.num_layers == 5 and spec.moe_layers == (False,) * 3 + (True,) * 2
     assert spec.sparse.layers == spec.moe_layers
     assert len(spec.kv_caches()) == 5
+    plain = bundled_spec("minimax-m3")
+    for ranks, extra in ((1, 0), (4, 57 * 384 * 6144 * 2)):
+        layout = ParallelLayout(tp=ranks)
+        held = weight_bytes(plain.shard_index(), dtype="bfloat16", layout=layout)
+        assert held - weight_bytes(plain, dtype="bfloat16", layout=layout) == extra
 
 
 def test_sparse_layers_of_m3_also_cache_index_keys() -> None:
@@ -466,14 +462,6 @@ def test_sparse_layers_of_m3_also_cache_index_keys() -> None:
     assert choose_block_size(caches, 256, default=16) == 256
     with pytest.raises(ConfigError, match="need a multiple of 128"):
         choose_block_size(caches, 64, default=16)
-
-
-def test_every_rank_has_the_index_queries_of_all_heads_when_index_keys_are_sharded() -> None:
-    plain = bundled_spec("minimax-m3")
-    for ranks, extra in ((1, 0), (4, 57 * 384 * 6144 * 2)):
-        layout = ParallelLayout(tp=ranks)
-        held = weight_bytes(plain.shard_index(), dtype="bfloat16", layout=layout)
-        assert held - weight_bytes(plain, dtype="bfloat16", layout=layout) == extra
 
 
 def test_index_keys_are_sharded_where_that_is_faster_for_the_longest_sequence() -> None:

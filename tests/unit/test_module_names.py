@@ -43,15 +43,12 @@ def test_a_pattern_matches_a_module(module: str, pattern: str, matched: bool) ->
     assert matches(module, ["Linear", pattern]) is matched
 
 
-def test_patterns_match_by_themselves() -> None:
+def test_patterns_and_tables_find_modules_under_all_names() -> None:
     down = EXPERT.replace("w1", "w2")
     for patterns in (["re:.*down_proj$"], ["re:.*mlp[.]gate$", "*.down_proj", "re:.*experts[.]9"]):
         assert not is_within(down, patterns) and not matches(down, patterns)
         assert is_within(SHARED.replace("gate_", "down_"), patterns)
     assert is_within(down, ["re:.*experts.*down_proj$"])
-
-
-def test_a_table_of_modules_knows_the_matrices_of_one_tensor() -> None:
     find = make_lookup({"language_model.model.layers.10.self_attn.qkv_proj": 8, "layers.10": 4})
     assert [find(name) for name in (QUERY, INDEX, "model.layers.9.mlp.up_proj")] == [8, 4, None]
 

@@ -150,6 +150,15 @@ async def test_outputs_are_passed_on_at_once_in_order_and_once() -> None:
     await scene.end()
     assert scene.text() == TEXT and not scene.engine.aborted
     assert scene.watcher.ends == [None] and scene.watcher.num_outputs == len(IDS)
+    scene = Scene()
+    beginning = asyncio.create_task(scene.request.first_output())
+    await asyncio.sleep(0)
+    scene.give([IDS[0]])
+    scene.give(IDS[1:], end="length")
+    await asyncio.wait_for(beginning, 120)
+    await scene.run()
+    await scene.end()
+    assert scene.text() == TEXT and scene.engine.submitted == ["r/0"]
 
 
 @pytest.mark.parametrize("interval", [2, 7, 1000])
@@ -170,19 +179,6 @@ async def test_outputs_have_the_requested_number_of_tokens(interval: int) -> Non
         assert parts[-1].finish_reason == "length"
     # The watcher counts tokens, not outputs.
     assert scene.watcher.num_outputs == 2 * len(IDS)
-
-
-@in_loop
-async def test_joined_outputs_are_passed_on_before_an_error() -> None:
-    scene = Scene(interval=100)
-    await scene.run()
-    for token_id in IDS[:5]:
-        scene.give([token_id])
-    assert len(scene.taken) == 1
-    scene.request.fail(EngineDeadError("gone"))
-    with pytest.raises(EngineDeadError):
-        await scene.end()
-    assert scene.token_ids() == IDS[:5]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -217,7 +213,7 @@ def test_backlog_is_one_update_per_sequence_with_all_its_tokens() -> None:
 
 
 @in_loop
-async def test_later_choices_are_sent_after_the_first_token() -> None:
+async def test_later_choices_are_sent_after_the_first_token_unless_aborted() -> None:
     scene = Scene(n=3)
     await scene.run()
     assert scene.engine.submitted == ["r/0"] and scene.engine.open == {"r/0", "r/1", "r/2"}
@@ -225,10 +221,6 @@ async def test_later_choices_are_sent_after_the_first_token() -> None:
     assert scene.engine.submitted == ["r/0", "r/1", "r/2"]
     await scene.cancel()
     assert sorted(scene.engine.aborted) == ["r/0", "r/1", "r/2"] and not scene.engine.open
-
-
-@in_loop
-async def test_later_choices_of_an_aborted_request_are_never_sent() -> None:
     scene = Scene(n=3)
     await scene.run()
     scene.request.abort()
@@ -251,7 +243,7 @@ async def test_stop_string_ends_the_choice_in_the_engine_too() -> None:
 
 
 @in_loop
-async def test_first_failure_follows_earlier_outputs() -> None:
+async def test_failures_follow_earlier_outputs() -> None:
     scene = Scene()
     await scene.run()
     scene.request.pause()
@@ -263,19 +255,19 @@ async def test_first_failure_follows_earlier_outputs() -> None:
     with pytest.raises(EngineDeadError, match="first"):
         await scene.end()
     assert len(scene.taken) == 1 and list(map(str, scene.watcher.ends)) == ["first"]
-
-
-@in_loop
-async def test_deadline_ends_a_running_request() -> None:
-    scene = Scene(seconds=0.05)
+    scene = Scene(interval=100)
     await scene.run()
-    with pytest.raises(RequestTimeoutError):
+    for token_id in IDS[:5]:
+        scene.give([token_id])
+    assert len(scene.taken) == 1
+    scene.request.fail(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError):
         await scene.end()
-    assert scene.engine.aborted == ["r/0"]
+    assert scene.token_ids() == IDS[:5]
 
 
 @in_loop
-async def test_error_of_the_user_ends_its_own_request() -> None:
+async def test_deadlines_and_errors_of_the_user_end_a_request() -> None:
     def broken(index: int, output: RequestOutput) -> None:
         raise EngineError("cannot be sent")
 
@@ -285,6 +277,11 @@ async def test_error_of_the_user_ends_its_own_request() -> None:
     scene.give([IDS[0]])
     scene.give([IDS[1]])
     with pytest.raises(EngineError, match="cannot be sent"):
+        await scene.end()
+    assert scene.engine.aborted == ["r/0"]
+    scene = Scene(seconds=0.05)
+    await scene.run()
+    with pytest.raises(RequestTimeoutError):
         await scene.end()
     assert scene.engine.aborted == ["r/0"]
 
@@ -315,19 +312,6 @@ async def test_refusals_are_raised_before_the_first_output(
         await asyncio.wait_for(beginning, 120)
     scene.request.close()
     assert not scene.engine.open
-
-
-@in_loop
-async def test_outputs_before_run_are_kept() -> None:
-    scene = Scene()
-    beginning = asyncio.create_task(scene.request.first_output())
-    await asyncio.sleep(0)
-    scene.give([IDS[0]])
-    scene.give(IDS[1:], end="length")
-    await asyncio.wait_for(beginning, 120)
-    await scene.run()
-    await scene.end()
-    assert scene.text() == TEXT and scene.engine.submitted == ["r/0"]
 
 
 @in_loop

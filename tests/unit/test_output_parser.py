@@ -270,17 +270,15 @@ def test_reasoning_and_content_are_split() -> None:
         assert (output.reasoning, output.content) == expected
 
 
-def test_endless_tags_are_released_as_text() -> None:
+def test_endless_tags_and_too_deep_elements_are_released_as_text() -> None:
     text = "see <parameter " + "a" * 2 * MAX_ATTRIBUTE_CHARS
     steps = parsing.stream(MINIMAX_M2, parsing.text_chunks(text), in_reasoning=False)
     assert collect(event for step in steps[:-1] for event in step).content == text
-
-
-def test_duplicate_parameter_leaves_the_last_value() -> None:
-    path = '<parameter name="path">'
-    text = f"{M2_WRITE}{path}a</parameter>{path}b</parameter></invoke></minimax:tool_call>"
-    (call,) = parse(MINIMAX_M2, text, tools=TOOLS).tool_calls
-    assert call.arguments == '{"path": "a", "path": "b"}'
+    deep = f"{M}<a>" * (MAX_DEPTH + 1) + "x" + f"{M}</a>" * (MAX_DEPTH + 1)
+    text = f"{M3_EVENT}{M}<any>{deep}{M}</any>{M}<title>t{M}</title>{M3_END}"
+    output = parse(MINIMAX_M3, text, tools=TOOLS)
+    assert [call.is_whole for call in output.tool_calls] == [False]
+    assert "x" in (output.content or "")
 
 
 @pytest.mark.parametrize(("thinking", "opener"), [(Thinking.APPEND, "<think>"), (Thinking.RAW, "")])
@@ -331,13 +329,6 @@ def test_the_place_of_an_item_decides_its_type(key: str) -> None:
     assert m3_arguments(text, [tool]) == {key: [[3, "05"]] * 2 if key == "pairs" else [3, "05"]}
 
 
-def test_a_quoted_call_is_not_made() -> None:
-    """Check that an agent which writes a file about its own format does not run that file."""
-    quoted = f"See {M3_WRITE}{M}<path>/etc/passwd{M}</path>{M3_END}."
-    found = m3_arguments(f"{M3_WRITE}{M}<content>{quoted}{M}</content>{M3_END}")
-    assert found == {"content": quoted}
-
-
 @pytest.mark.parametrize("tail", ['<parameter name="until>\nabc', '<parameter name="any" x="">y'])
 def test_an_unreadable_call_is_shown_whole_and_once(tail: str) -> None:
     """Split the text within a tag in all ways. One tag begins with the declared name `until>`."""
@@ -350,20 +341,20 @@ def test_an_unreadable_call_is_shown_whole_and_once(tail: str) -> None:
         assert collect(events).content == head + tail
 
 
-def test_a_string_beyond_the_longest_undecided_text_stays_a_string() -> None:
+def test_values_stay_strings_beyond_limits() -> None:
     inner, space = f"{M}<a>b{M}</a>", " " * 100
     found = m3_arguments(f"{M3_EVENT}{M}<any>{space}{inner}{M}</any>{M3_END}")
     assert found == {"any": f"{space}{inner}"}
     found = m3_arguments(f"{M3_EVENT}{M}<any>\n{inner}\n{M}</any>{M3_END}")
     assert found == {"any": {"a": "b"}}
-
-
-def test_a_call_with_elements_beyond_the_greatest_depth_is_left() -> None:
-    deep = f"{M}<a>" * (MAX_DEPTH + 1) + "x" + f"{M}</a>" * (MAX_DEPTH + 1)
-    text = f"{M3_EVENT}{M}<any>{deep}{M}</any>{M}<title>t{M}</title>{M3_END}"
-    output = parse(MINIMAX_M3, text, tools=TOOLS)
-    assert [call.is_whole for call in output.tool_calls] == [False]
-    assert "x" in (output.content or "")
+    path = '<parameter name="path">'
+    text = f"{M2_WRITE}{path}a</parameter>{path}b</parameter></invoke></minimax:tool_call>"
+    (call,) = parse(MINIMAX_M2, text, tools=TOOLS).tool_calls
+    assert call.arguments == '{"path": "a", "path": "b"}'
+    # Check that an agent which writes a file about its own format does not run that file.
+    quoted = f"See {M3_WRITE}{M}<path>/etc/passwd{M}</path>{M3_END}."
+    found = m3_arguments(f"{M3_WRITE}{M}<content>{quoted}{M}</content>{M3_END}")
+    assert found == {"content": quoted}
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])

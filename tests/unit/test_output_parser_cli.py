@@ -60,7 +60,7 @@ def test_m2_begins_inside_thinking_and_m3_by_its_mode(run: Run) -> None:
         assert found == {"reasoning": reasoning, "content": content, "tool_calls": []}
 
 
-def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
+def test_lone_surrogates_are_escaped_and_other_bytes_refused(run: Run, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
     schema = {"properties": {"x": {"type": "array"}}}
     tools.write_text(json.dumps([{"name": "f", "parameters": schema}]), encoding="utf-8")
@@ -69,6 +69,8 @@ def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
     code, out, _ = run(text, "--format", "m2", "--tools", str(tools))
     assert code == 0
     assert json.loads(out)["tool_calls"] == [{"name": "f", "arguments": {"x": ["\ud800"]}}]
+    code, _, err = run(b"ab\xff", "--format", "m2")
+    assert (code, err) == (2, "negamax: error: standard input is not UTF-8: byte 2 is 0xff\n")
 
 
 @pytest.mark.parametrize(("line", "says"), read_table("output_parser_cli.bad_input"))
@@ -81,11 +83,6 @@ def test_bad_input_is_refused_in_one_line(
     code, out, err = run("x", *line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
-
-
-def test_bytes_that_are_no_utf8_are_refused(run: Run) -> None:
-    code, _, err = run(b"ab\xff", "--format", "m2")
-    assert (code, err) == (2, "negamax: error: standard input is not UTF-8: byte 2 is 0xff\n")
 
 
 def test_refuses_bad_tools_of_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,14 @@ def test_text_is_held_until_its_fragment_is_complete() -> None:
     assert lengths == [133, 134, 134]
 
 
-def test_the_end_of_arguments_joins_the_fragment_before_it() -> None:
+def test_held_text_is_released_before_other_events_and_with_its_end() -> None:
+    packets = Packets()
+    assert packets.push([ReasoningDelta("a"), ContentDelta("b")]) == [ReasoningDelta("a")]
+    start = ToolCallStart(0, "f")
+    assert packets.push([start]) == [ContentDelta("b"), start]
+    events = [ToolArgumentsDelta(0, "{}"), ToolCallEnd(0), ContentDelta("\n")]
+    assert packets.push(events) == events[:2]
+    assert packets.flush() == events[2:]
     packets = Packets()
     start, end = ToolCallStart(0, "f"), ToolCallEnd(0)
     first = ToolArgumentsDelta(0, '{"city": "')
@@ -120,16 +127,6 @@ def test_the_end_of_arguments_joins_the_fragment_before_it() -> None:
     assert packets.push([ToolArgumentsDelta(0, "Lima")]) == []
     last = ToolArgumentsDelta(0, 'Lima"}')
     assert packets.push([ToolArgumentsDelta(0, '"}'), end]) == [first, last, end]
-
-
-def test_held_text_is_released_before_an_event_of_another_kind() -> None:
-    packets = Packets()
-    assert packets.push([ReasoningDelta("a"), ContentDelta("b")]) == [ReasoningDelta("a")]
-    start = ToolCallStart(0, "f")
-    assert packets.push([start]) == [ContentDelta("b"), start]
-    events = [ToolArgumentsDelta(0, "{}"), ToolCallEnd(0), ContentDelta("\n")]
-    assert packets.push(events) == events[:2]
-    assert packets.flush() == events[2:]
 
 
 @pytest.mark.parametrize("text", ["[SILENCE]", "a]", "hello\nworld\n", "🙂", "x]<]mini"])
@@ -158,15 +155,12 @@ def send(
     return [texts(packets.push([event], now=now, is_last=ends)) for event, now, ends in times]
 
 
-def test_first_text_is_sent_at_once_and_the_next_is_sized() -> None:
+def test_first_text_is_sent_at_once_and_slow_outputs_are_not_held() -> None:
     sent = send(["I", " a", "m ", "he", "re", "!"], step=FAST)
     assert sent == [["I"], [], [], [" am he"], [], ["re!"]]
     packets = PacedPackets()  # An output without text is not the first fragment.
     assert packets.push([], now=100, is_last=False) == []
     assert texts(packets.push([ContentDelta("I")], now=100 + FAST, is_last=False)) == ["I"]
-
-
-def test_nothing_is_held_when_outputs_are_slow_or_end() -> None:
     assert send(["I", " a", "m ", "he"], step=1.2 * HOLD_SECONDS) == [["I"], [" a"], ["m "], ["he"]]
     assert send(["Hello", " [", "S"], step=FAST)[-1] == [" [S"]
 

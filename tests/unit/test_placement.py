@@ -157,7 +157,7 @@ async def test_requests_are_spread_and_follow_their_prefixes_until_load_outweigh
 
 
 @in_loop
-async def test_single_requests_alternate_between_replicas() -> None:
+async def test_requests_alternate_between_replicas_unless_a_rank_is_named() -> None:
     engine, _ = engine_of(2)
     places = []
     for number in range(6):
@@ -165,10 +165,6 @@ async def test_single_requests_alternate_between_replicas() -> None:
         request.close()
         places.append(place)
     assert places == [0, 1, 0, 1, 0, 1]
-
-
-@in_loop
-async def test_a_named_rank_is_used_at_any_load() -> None:
     engine, channels = engine_of(2, ranks=2)
     assert engine.num_ranks == 4
     for rank in (3, 3, 3, 2, 0):
@@ -278,7 +274,7 @@ def list_gpus(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: 
     return [variables.get(VISIBLE, "-") for _, variables in found]
 
 
-def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_have_own_gpus_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     assert list_gpus(monkeypatch, None, num_replicas=3) == ["0", "1", "2"]
     assert list_gpus(monkeypatch, None, num_replicas=2, **sizes) == ["0,1,2,3", "4,5,6,7"]
@@ -290,9 +286,6 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         list_gpus(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
     assert "2 needs 8 GPUs, 4 for each replica; 7 are available" in refused.value.message
     assert refused.value.hint == "use --num-replicas 1"
-
-
-def test_replicas_on_different_devices_are_refused() -> None:
     known = INFO
     check_same_device([known, replace(known, device="cpu"), None])
     check_same_device([replace(known, device=f"cuda:{number}") for number in range(2)])

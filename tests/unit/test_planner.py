@@ -153,7 +153,7 @@ def test_plans_of_random_hardware_are_accepted(name: str, gpus: int, **given: An
     check_plan(SPECS[name], gpus, **given)
 
 
-def test_plans_name_the_options() -> None:
+def test_plans_name_the_options_and_requests_beyond_the_cache_wait() -> None:
     plan = planned(M2, 4)
     reasons = {each.topology: each.reason for each in plan.refused}
     offered = {each.topology: each.topology.flags for each in plan.candidates}
@@ -165,6 +165,13 @@ def test_plans_name_the_options() -> None:
     (reason,) = {each.reason for each in across.refused if each.topology == Topology(8)}
     assert reason.startswith("a machine has 4 of these GPUs, and networks are too slow for the ")
     assert "PP2 TP4" in [each.topology.label for each in across.candidates]
+    plan = make_plan(M2, Hardware(MEASURED, 4), [Workload(400, 20_000, 1000)])
+    for each in plan.candidates:
+        assert each.predictions[0].concurrency <= each.cache_tokens // 21_000 < 400
+    found = list(topologies(16, per_node=8, kv_heads=4))
+    assert {each.dcp for each in found if each.tp == 16} == {1, 2, 4}
+    assert len(found) == len(set(found)) == len({each.label for each in found})
+    assert all(each.gpus <= 16 for each in found)
 
 
 def test_refused_plans_state_the_missing_memory() -> None:
@@ -346,19 +353,6 @@ def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
     reasons = {each.topology: each.reason for each in plan.refused}
     words = "of cache for 908000 tokens and 0.9 GiB of request slots need 19.6 GiB more per GPU"
     assert words in reasons[Topology(8)]
-
-
-def test_requests_beyond_the_cache_wait() -> None:
-    plan = make_plan(M2, Hardware(MEASURED, 4), [Workload(400, 20_000, 1000)])
-    for each in plan.candidates:
-        assert each.predictions[0].concurrency <= each.cache_tokens // 21_000 < 400
-
-
-def test_yields_each_layout_once() -> None:
-    found = list(topologies(16, per_node=8, kv_heads=4))
-    assert {each.dcp for each in found if each.tp == 16} == {1, 2, 4}
-    assert len(found) == len(set(found)) == len({each.label for each in found})
-    assert all(each.gpus <= 16 for each in found)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,24 @@ def filled_pool(num_blocks: int, hashes: list[bytes]) -> tuple[BlockPool, list[i
     return pool, block_ids
 
 
-def test_blank_blocks_are_given_out_before_cached_ones() -> None:
+def test_blank_and_least_recently_released_blocks_are_taken_first() -> None:
     pool, cached = filled_pool(3, [b"a"])
     pool.release(cached)
     assert {pool.allocate(), pool.allocate()}.isdisjoint(cached)
     assert pool.find(b"a") == cached[0]
     assert pool.allocate() == cached[0]
     assert pool.find(b"a") is None and pool._block_hashes[cached[0]] is None
+    pool, (old, new) = filled_pool(2, [b"old", b"new"])
+    pool.release([old])
+    pool.release([new])
+    pool.share([old])  # The old block is used again, so that it is now the more recent one.
+    pool.release([old])
+    assert [pool.allocate(), pool.allocate()] == [new, old]
+    pool, (first, second) = filled_pool(2, [b"same", b"same"])
+    assert pool.find(b"same") == first and pool._block_hashes[second] is None
+    pool.release([second])
+    pool.release([first])
+    assert [pool.allocate(), pool.allocate()] == [second, first]  # evict the useless copy first
 
 
 def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
@@ -43,23 +54,6 @@ def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
     assert pool.find(b"free") == again[0] and pool.num_free == 2
 
 
-def test_least_recently_released_prefix_is_evicted_first() -> None:
-    pool, (old, new) = filled_pool(2, [b"old", b"new"])
-    pool.release([old])
-    pool.release([new])
-    pool.share([old])  # The old block is used again, so that it is now the more recent one.
-    pool.release([old])
-    assert [pool.allocate(), pool.allocate()] == [new, old]
-
-
-def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
-    pool, (first, second) = filled_pool(2, [b"same", b"same"])
-    assert pool.find(b"same") == first and pool._block_hashes[second] is None
-    pool.release([second])
-    pool.release([first])
-    assert [pool.allocate(), pool.allocate()] == [second, first]  # evict the useless copy first
-
-
 def test_hash_covers_the_salt_and_everything_before_the_block() -> None:
     assert chain([1, 2, 3, 4])[1] == chain([1, 2, 3, 4, 5, 6])[1]
     assert chain([1, 2, 3, 4])[1] != chain([9, 2, 3, 4])[1]
@@ -67,9 +61,6 @@ def test_hash_covers_the_salt_and_everything_before_the_block() -> None:
     assert chain([1, 2])[0] != chain([2, 1])[0]
     assert chain([1, 2], salt="a")[0] == chain([1, 2], salt="a")[0]
     assert len({chain([1, 2], salt=salt)[0] for salt in ("", "a", "b", "\ud800")}) == 4
-
-
-def test_match_stops_at_the_first_gap() -> None:
     names = chain([1, 2, 3, 4, 5, 6])
     pool, block_ids = filled_pool(3, [names[0], names[2]])
     assert match_prefix(pool, names, max_blocks=3) == block_ids[:1]
@@ -91,7 +82,7 @@ def admit_start(scheduler: RankScheduler, name: str, prompt: list[int], **fields
     return start
 
 
-def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
+def test_same_prompt_takes_blocks_of_committed_steps_from_the_cache() -> None:
     scheduler = make_scheduler()
     assert admit_start(scheduler, "a", PROMPT) == 0
     scheduler.add("b", PROMPT)
@@ -100,6 +91,21 @@ def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
     (update,) = scheduler.commit(plan)
     assert update.num_cached_tokens == 8
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (20, 8)
+    scheduler = make_scheduler()
+    scheduler.add("a", PROMPT, max_tokens=1)
+    first = scheduler.next_plan()
+    scheduler.add("b", PROMPT)
+    second = scheduler.next_plan()
+    assert scheduler.starts[second.step_id] == [0]
+    scheduler.commit(first)
+    scheduler.commit(second)
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    scheduler.add("a", PROMPT)
+    first = scheduler.next_plan()
+    assert first.num_scheduled == [6]
+    scheduler.commit(first)
+    scheduler.end("a", "abort")
+    assert admit_start(scheduler, "b", PROMPT) == 4
 
 
 @pytest.mark.parametrize(
@@ -134,17 +140,6 @@ def test_tokens_from_the_cache(num_blocks: int, requests: list[Any]) -> None:
     assert [admit_start(scheduler, name, PROMPT) for name in "ab"] == [0, 0]
 
 
-def test_block_is_found_only_after_the_step_that_filled_it_was_committed() -> None:
-    scheduler = make_scheduler()
-    scheduler.add("a", PROMPT, max_tokens=1)
-    first = scheduler.next_plan()
-    scheduler.add("b", PROMPT)
-    second = scheduler.next_plan()
-    assert scheduler.starts[second.step_id] == [0]
-    scheduler.commit(first)
-    scheduler.commit(second)
-
-
 @pytest.mark.parametrize("how", ["fail", "error", "abort"])
 def test_blocks_of_a_step_that_went_wrong_never_enter_the_cache(how: str) -> None:
     scheduler = make_scheduler()
@@ -160,25 +155,12 @@ def test_blocks_of_a_step_that_went_wrong_never_enter_the_cache(how: str) -> Non
     assert admit_start(scheduler, "b", PROMPT) == 0
 
 
-def test_chunks_of_one_prompt_are_indexed_one_after_the_other() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=6)
-    scheduler.add("a", PROMPT)
-    first = scheduler.next_plan()
-    assert first.num_scheduled == [6]
-    scheduler.commit(first)
-    scheduler.end("a", "abort")
-    assert admit_start(scheduler, "b", PROMPT) == 4
-
-
 def test_blocks_shared_with_a_running_request_cost_nothing() -> None:
     scheduler = make_scheduler(num_blocks=5)
     scheduler.add("a", PROMPT[:9], max_tokens=3)  # three blocks
     scheduler.commit(scheduler.next_plan())
     scheduler.add("b", PROMPT[:9], max_tokens=3)  # The request takes one of the two free blocks.
     assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
-
-
-def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
     scheduler = make_scheduler(num_blocks=6)
     for name in "ab":
         scheduler.add(name, PROMPT[:9], max_tokens=3)
@@ -188,16 +170,13 @@ def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
     assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
 
 
-def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
+def test_cached_blocks_that_a_request_needs_are_taken_not_evicted() -> None:
     scheduler = make_scheduler(num_blocks=4)
     admit_start(scheduler, "a", list(range(10, 18)))  # The cache holds the two older blocks.
     admit_start(scheduler, "b", list(range(50, 58)))  # Two more are cached; no block is blank.
     scheduler.add("c", list(range(10, 19)))
     plan = scheduler.next_plan()
     assert scheduler.starts[plan.step_id] == [8] and len(set(plan.new_rows[0].block_ids)) == 3
-
-
-def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:
     scheduler = make_scheduler(num_blocks=6)
     admit_start(scheduler, "a", list(range(10, 22)))  # Three blocks are cached and free.
     scheduler.add("b", list(range(60, 69)), max_tokens=4)  # three blocks
@@ -248,15 +227,12 @@ def test_preempts_by_priority_then_arrival(priorities: tuple[int, ...], left: st
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
 
 
-def test_better_priority_that_was_admitted_later_is_not_preempted() -> None:
+def test_better_requests_are_not_preempted() -> None:
     scheduler = make_scheduler(num_blocks=6, enable_prefix_caching=False)
     scheduler.add("a", 8, priority=1)
     scheduler.step()
     scheduler.add("b", 8)
     assert run_until_preemption(scheduler).slots == [1]
-
-
-def test_last_running_request_skips_a_step_instead_of_preempting_better_ones() -> None:
     scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
     scheduler.add("a", 4, max_tokens=5)  # Request a takes the last block in step 2.
     scheduler.add("b", 5, max_tokens=8)  # Request b needs one more block in step 5.
@@ -282,7 +258,7 @@ def test_preempted_request_waits_for_its_tokens_in_flight(prefix_cache: bool) ->
     assert len(row.token_ids) == 13
 
 
-def test_preempted_request_precedes_later_ones() -> None:
+def test_preempted_request_precedes_later_ones_and_uses_its_cached_blocks() -> None:
     scheduler = make_tight(6)
     scheduler.add("c", 8)  # The pool is too small for this request from the start.
     scheduler.commit(run_until_preemption(scheduler))
@@ -292,9 +268,6 @@ def test_preempted_request_precedes_later_ones() -> None:
         order += list_admitted(plan)
         scheduler.commit(plan)
     assert order == "bc"
-
-
-def test_resumed_request_uses_its_blocks_in_the_cache() -> None:
     scheduler = make_tight(6, prefix_cache=True)
     scheduler.commit(run_until_preemption(scheduler))
     starts: list[int] = []

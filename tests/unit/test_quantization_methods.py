@@ -290,10 +290,13 @@ def test_activations_may_be_rounded_if_the_method_does() -> None:
         assert element(online.spec(name)) == expected
 
 
-def test_equal_formats_are_one() -> None:
+def test_equal_formats_are_one_and_quark_may_store_fp8_caches() -> None:
     one = scheme_of({**GPTQ, "dynamic": None}).formats
     assert one and one == scheme_of({**AUTO_ROUND, "extra_config": None}).formats
     assert packed(4, 32) is packed(4, 32, symmetric=True, is_stored_order=False)
+    config = quark(_MX, None, layer_quant_config={"*k_proj": _KEYS, "*v_proj": _KEYS})
+    config["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
+    assert scheme_of(config).format_of("model.layers.0.self_attn.k_proj") == mxfp4()
 
 
 WEIGHTS = "config_groups/group_0/weights/"
@@ -380,12 +383,6 @@ def test_descriptions_are_refused_by_name(config: dict[str, Any], path: str, val
         detect(spec)
 
 
-def test_quark_outputs_for_the_cache_may_be_fp8() -> None:
-    config = quark(_MX, None, layer_quant_config={"*k_proj": _KEYS, "*v_proj": _KEYS})
-    config["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
-    assert scheme_of(config).format_of("model.layers.0.self_attn.k_proj") == mxfp4()
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 # pairs of a description and the names that vLLM and SGLang accept for it
@@ -419,6 +416,12 @@ def test_every_method_that_is_read_is_a_name() -> None:
         assert quantized(method, QuantizationSpec(method, {}))[1]
     with pytest.raises(ConfigError, match="by 'online' \\(config"):
         detect(QuantizationSpec("online", {"format": "fp8"}))
+    assert read_quantization({"quantization_config": {}}) is None
+    for fields in ({"bits": 4}, {"quant_method": None}, {"quant_method": ""}):
+        with pytest.raises(
+            ConfigError, match=r"no quant_method .found: (None|'')\) \(add quant_method, or"
+        ):
+            read_quantization({"quantization_config": fields})
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "gguf", "torchao", "w4afp8", "fp7"])
@@ -458,15 +461,6 @@ def test_hopper_holds_mxfp8_as_blocks_unless_told_otherwise(
         assert found == (blocks if asked is None and device == "cuda" and is_hopper else expected)
     formats = {each.name for each in scheme_of(blocks).formats}
     assert formats == {E4M3_BLOCKS.name} | ({NVFP4.name} if name == "minimax-m3.1-flash" else set())
-
-
-def test_empty_description_is_none_and_one_without_method_is_refused() -> None:
-    assert read_quantization({"quantization_config": {}}) is None
-    for fields in ({"bits": 4}, {"quant_method": None}, {"quant_method": ""}):
-        with pytest.raises(
-            ConfigError, match=r"no quant_method .found: (None|'')\) \(add quant_method, or"
-        ):
-            read_quantization({"quantization_config": fields})
 
 
 def test_mxfp8_becomes_blocks_on_request() -> None:

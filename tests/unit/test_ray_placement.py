@@ -64,6 +64,14 @@ def test_resources_of_each_machine() -> None:
     assert (alone.device, alone.master_addr, alone.is_on_loopback) == ("cpu", "127.0.0.1", True)
     with pytest.raises(ResourceError, match="not in the Ray cluster"):
         make_placement(EngineOptions("nano", **RAY), [node], "b")
+    nodes = [
+        ClusterNode("head", "10.0.0.1", Resources(0, 8), Resources(0, 8)),
+        ClusterNode("gpus", "10.0.0.2", Resources(8, 64), Resources(8, 64)),
+    ]
+    options = EngineOptions("nano", tensor_parallel_size=8, **RAY)
+    refusal = str(make_placement(options, nodes, "head").refusal(1.0))
+    assert "on a machine with 8 GPUs and 8 CPUs, such as 10.0.0.2" in refusal
+    assert EngineOptions("nano", nnodes=2, data_parallel_size=2, **RAY).nodes.master_addr is None
 
 
 @pytest.mark.parametrize(
@@ -96,16 +104,6 @@ def test_refusals(nodes: list[tuple[float, float]], options: dict[str, Any], wor
     assert words in str(wanted.refusal(3.0))
 
 
-def test_a_refusal_names_a_machine_with_gpus() -> None:
-    nodes = [
-        ClusterNode("head", "10.0.0.1", Resources(0, 8), Resources(0, 8)),
-        ClusterNode("gpus", "10.0.0.2", Resources(8, 64), Resources(8, 64)),
-    ]
-    options = EngineOptions("nano", tensor_parallel_size=8, **RAY)
-    refusal = str(make_placement(options, nodes, "head").refusal(1.0))
-    assert "on a machine with 8 GPUs and 8 CPUs, such as 10.0.0.2" in refusal
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -120,10 +118,6 @@ def test_a_refusal_names_a_machine_with_gpus() -> None:
 def test_options_incompatible_with_ray_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineOptions("nano", **(RAY | options))
-
-
-def test_ray_knows_the_address_of_node_0() -> None:
-    assert EngineOptions("nano", nnodes=2, data_parallel_size=2, **RAY).nodes.master_addr is None
 
 
 @pytest.mark.parametrize(
@@ -202,9 +196,6 @@ def test_agents_get_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found.model == str(tmp_path / "model")
     assert found.speculative_config == options.speculative_config
     assert make_paths_absolute(EngineOptions("org/model")).model == "org/model"
-
-
-def test_embedded_models_are_no_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("nano", "nano-draft"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)

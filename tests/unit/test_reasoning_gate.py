@@ -93,13 +93,10 @@ def test_a_spent_budget_makes_the_closing_tokens_due_exactly_then(budget: int) -
     assert last == CLOSING[-1]  # After the closer, the gate returns tokens as content.
 
 
-def test_a_reasoning_that_ends_within_its_budget_is_unchanged() -> None:
+def test_reasoning_within_its_budget_and_optional_reasoning_are_unchanged() -> None:
     gate = make_gate(budget=3)
     assert content(gate, [1, CLOSE, 2, 3, 4, 5]) == [2, 3, 4, 5]
     assert gate.due is None
-
-
-def test_an_optional_reasoning_is_all_content_and_has_a_budget() -> None:
     gate = make_gate("optional", budget=2)
     assert content(gate, [OPEN, 1]) == [OPEN, 1]
     assert gate.due is None

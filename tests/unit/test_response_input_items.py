@@ -20,7 +20,7 @@ def users(count: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"number {number}"} for number in range(count)]
 
 
-def test_texts_are_lists_of_parts_and_missing_fields_are_added() -> None:
+def test_items_are_completed_and_their_ids_never_repeat() -> None:
     user, assistant, image, called, result, thought = items_of(
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": [{"type": "input_text", "text": "Hi"}]},
@@ -36,9 +36,6 @@ def test_texts_are_lists_of_parts_and_missing_fields_are_added() -> None:
     assert (called["arguments"], result["output"]) == ('{"n": 1}', '{"n": 2}')
     assert result["status"] == "incomplete"
     assert thought["summary"] == []
-
-
-def test_ids_are_the_items_own_or_stay_the_same_and_never_repeat() -> None:
     items = [*users(2), {"role": "user", "content": "x", "id": "msg_mine"}]
     ids = [item["id"] for item in items_of(*items, items[-1])]
     assert ids[2] == "msg_mine" and len(set(ids)) == 4

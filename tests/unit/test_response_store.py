@@ -24,7 +24,7 @@ def kept(
     return StoredResponse(b'{"body": 1}', turn, [f"out{number}"], tenant)
 
 
-def test_least_used_responses_make_room() -> None:
+def test_least_used_responses_make_room_and_later_states_take_their_place() -> None:
     store = ResponseStore(max_responses=3)
     for number in range(3):
         store.put(f"r{number}", kept(None, number))
@@ -36,6 +36,13 @@ def test_least_used_responses_make_room() -> None:
         f"out{number}": {"id": f"out{number}", "text": "t" * 10} for number in (0, 3)
     }
     assert store.items({"out0"}, tenant="another") == {}
+    store = ResponseStore()
+    first = kept(None, 1)
+    store.put("r", first)
+    store.put("r", StoredResponse(b"{}", first.turn, ()))
+    again = store.get("r")
+    assert again and again.body == b"{}" and len(store) == 1
+    assert store.num_bytes == 2 + first.turn.num_bytes
 
 
 def test_bytes_are_bounded_and_come_back_to_zero() -> None:
@@ -100,13 +107,3 @@ def test_turns_below_are_shared_and_outlive_their_responses() -> None:
     assert len(items) == 6000
     assert store.remove("r2999") and not store.remove("r2999")
     assert store.num_bytes == 0
-
-
-def test_later_state_of_a_response_takes_its_place() -> None:
-    store = ResponseStore()
-    first = kept(None, 1)
-    store.put("r", first)
-    store.put("r", StoredResponse(b"{}", first.turn, ()))
-    again = store.get("r")
-    assert again and again.body == b"{}" and len(store) == 1
-    assert store.num_bytes == 2 + first.turn.num_bytes

@@ -94,7 +94,7 @@ def test_images_are_refused_for_a_model_that_could_see_them() -> None:
         normalize_messages(history(*items).messages)
 
 
-def test_items_of_one_answer_are_one_message() -> None:
+def test_items_of_one_answer_are_one_message_and_loops_keep_their_order() -> None:
     thought = reasoning(content=[{"type": "reasoning_text", "text": "First a look."}])
     answer = (thought, said("I look."), call(1), call(2))
     made = history(USER, *answer, result(2, "b"), result(1, "a"))
@@ -104,20 +104,14 @@ def test_items_of_one_answer_are_one_message() -> None:
     assert [entry["role"] for entry in made.messages] == ["user", "assistant", "tool", "tool"]
     assert [entry["content"] for entry in normalize_messages(made.messages)[2:]] == ["a", "b"]
     assert made.places == ["input[0]", "input[1]", "input[5]", "input[6]"]
-
-
-def test_text_is_never_thinking_where_a_response_has_items_for_that() -> None:
-    words = "A line with\n</think>\nalone ends it."
-    message = normalize_messages(history(USER, said(words), USER).messages)[1]
-    # Without a reasoning field the template would split the content.
-    assert (message["content"], message["reasoning_content"]) == (words, "")
-
-
-def test_loops_of_calls_keep_their_order() -> None:
     made = history(USER, call(1), result(1), call(2), result(2), said("Done."), said("Really."))
     roles = ["user", *["assistant", "tool"] * 2, "assistant"]
     assert [message["role"] for message in made.messages] == roles
     assert made.messages[-1]["content"] == "Done.\n\nReally."
+    words = "A line with\n</think>\nalone ends it."
+    message = normalize_messages(history(USER, said(words), USER).messages)[1]
+    # Without a reasoning field the template would split the content.
+    assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +128,7 @@ def test_reasoning_comes_back_in_any_form(fields: dict[str, Any]) -> None:
     assert message["reasoning_content"] == "A thought."
 
 
-def test_instructions_namespaces_and_custom_tools() -> None:
+def test_instructions_custom_tools_and_truncated_calls() -> None:
     custom = {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "***"}
     items = (USER, call(1, namespace="home"), custom, result(1), result(2, of="custom_tool"))
     made = history(*items, instructions="Be")
@@ -142,9 +136,6 @@ def test_instructions_namespaces_and_custom_tools() -> None:
     first, second = (entry["function"] for entry in made.messages[2]["tool_calls"])
     assert first["name"] == "home.read"
     assert second == {"name": "patch", "arguments": {"input": "***"}}
-
-
-def test_truncated_call_is_left_out_unless_it_has_a_result() -> None:
     truncated = call(1, status="incomplete", arguments='{"n": ')
     assert "tool_calls" not in assistant_of(USER, said("Let me see."), truncated, USER)
     message = assistant_of(USER, truncated, result(1, "not JSON"), USER)

@@ -13,23 +13,17 @@ def result(step_id: int, errors: dict[int, str] | None = None) -> StepResult:
     return StepResult(step_id, [7], {}, {}, errors or {})
 
 
-def test_a_failure_is_in_the_row_of_its_slot() -> None:
+def test_a_failure_is_in_the_row_of_its_slot_unless_rank_0_reports_one() -> None:
     log = RowFailureLog()
     log.launched(plan(1, [4, 5], new=(4, 5)))
     log.launched(plan(2, [5, 4]))
     log.add(RowFailures(1, {5: "broken"}))
     assert log.complete(result(1)).errors == {1: "broken"}
     assert log.complete(result(2, {1: "other"})).errors == {0: "broken", 1: "other"}
-
-
-def test_errors_of_rank_0_win() -> None:
     log = RowFailureLog()
     log.launched(plan(1, [4], new=(4,)))
     log.add(RowFailures(1, {4: "broken"}))
     assert log.complete(result(1, {0: "not finite"})).errors == {0: "not finite"}
-
-
-def test_the_next_sequence_of_a_slot_does_not_fail() -> None:
     log = RowFailureLog()
     log.launched(plan(1, [4], new=(4,)))
     log.add(RowFailures(1, {4: "broken"}))

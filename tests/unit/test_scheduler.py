@@ -14,7 +14,7 @@ EOS = 0
 make_scheduler = partial(plan_support.make_scheduler, enable_prefix_caching=False)
 
 
-def test_refuses_a_prompt_that_leaves_no_room_for_output() -> None:
+def test_refuses_bad_lengths_and_ids_in_use() -> None:
     scheduler = make_scheduler(max_model_len=10)
     with pytest.raises(ContextLengthError, match=r"10 tokens > 9 maximum\. .* 10 tokens"):
         scheduler.add("a", 10)
@@ -22,9 +22,6 @@ def test_refuses_a_prompt_that_leaves_no_room_for_output() -> None:
     assert scheduler.step()[0].finish_reason == "length"
     with pytest.raises(InvalidRequestError, match="0 tokens"):
         scheduler.add("c", 0)
-
-
-def test_refuses_an_id_in_use_until_the_request_ended() -> None:
     scheduler = make_scheduler()
     scheduler.add("a")
     with pytest.raises(InvalidRequestError, match="'a' is in use"):
@@ -47,24 +44,12 @@ def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
     assert len(scheduler.run_all()) == 8
 
 
-def test_full_queue_refuses_and_accepts_again_later() -> None:
-    scheduler = make_scheduler(max_queued_requests=2)
-    scheduler.add_all(a=4, b=4)
-    with pytest.raises(OverloadedError, match="2 requests are waiting, and the limit is 2"):
-        scheduler.add("c")
-    scheduler.step()
-    scheduler.add("c")
-
-
-def test_tenants_take_turns() -> None:
+def test_tenants_take_turns_and_share_the_tokens_for_prompts() -> None:
     scheduler = make_scheduler(max_num_seqs=5)
     assert scheduler.plan() is None
     for name in "abcdefxy":
         scheduler.add(name, tenant="many" if name < "x" else "few")
     assert list_admitted(scheduler.next_plan()) == "axbyc"
-
-
-def test_tenants_share_the_tokens_for_prompts() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16, max_model_len=200, num_blocks=200)
 
     def plan(**lengths: int) -> list[int]:
@@ -114,11 +99,21 @@ def test_rows_of_the_tenant_with_the_most_are_preempted_for_growth() -> None:
     assert list_admitted(admitted) == "x" and admitted.new_rows[0].slot in plan.slots
 
 
-def test_waiting_requests_run_by_priority_then_arrival() -> None:
+def test_waiting_requests_run_by_priority_up_to_the_budget() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1)):
         scheduler.add(name, priority=priority)
     assert list_admitted(scheduler.next_plan()) == "dba"
+    scheduler = make_scheduler(max_num_batched_tokens=2)
+    for name in "abc":
+        scheduler.add(name, 1, max_tokens=3)
+    assert [plan.slots for plan in scheduler.next_plans(4)] == [[0, 1], [0, 1], [0, 1], [2]]
+    scheduler = make_scheduler(max_queued_requests=2)
+    scheduler.add_all(a=4, b=4)
+    with pytest.raises(OverloadedError, match="2 requests are waiting, and the limit is 2"):
+        scheduler.add("c")
+    scheduler.step()
+    scheduler.add("c")
 
 
 def test_prompt_is_chunked_under_the_budget_and_samples_at_its_end_only() -> None:
@@ -144,13 +139,6 @@ def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
     assert plan.needs_sampling == [True, False, True, True]
 
 
-def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=2)
-    for name in "abc":
-        scheduler.add(name, 1, max_tokens=3)
-    assert [plan.slots for plan in scheduler.next_plans(4)] == [[0, 1], [0, 1], [0, 1], [2]]
-
-
 def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler = make_scheduler(num_blocks=6)
     scheduler.add("a", 8, max_tokens=2)
@@ -158,16 +146,10 @@ def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler.add("c", 1, max_tokens=1)  # c never overtakes the first waiting request.
     assert [list_admitted(plan) for plan in scheduler.next_plans(2)] == ["a", ""]
     assert scheduler.num_free_blocks == 3
-
-
-def test_request_that_needs_the_whole_pool_runs_alone() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add("a", 4, max_tokens=1)
     scheduler.add("b", 16, max_tokens=1)
     assert [update.request_id for update in scheduler.run_all()] == ["a", "b"]
-
-
-def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
     scheduler = make_scheduler(num_blocks=7)
     scheduler.add_all(a=4, b=7, c=16)
     assert list_admitted(scheduler.next_plan()) == "ab"
@@ -221,7 +203,7 @@ def test_stop_rules(
     assert scheduler.num_free_blocks == scheduler.limits.num_blocks
 
 
-def test_abort_frees_at_once_and_drops_rows_in_flight() -> None:
+def test_aborts_free_at_once_and_plans_are_committed_in_order() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add_all(a=4, b=4)
     first, second = scheduler.next_plans(2)
@@ -232,18 +214,12 @@ def test_abort_frees_at_once_and_drops_rows_in_flight() -> None:
     assert (third.new_rows[0].slot, list_admitted(third)) == (0, "b")
     assert scheduler.commit(first) == scheduler.commit(second) == []
     assert scheduler.commit(third)[0].request_id == "b"
-
-
-def test_abort_of_a_waiting_unknown_or_finished_request() -> None:
     scheduler = make_scheduler()
     scheduler.add("a", 4, max_tokens=1)
     update = scheduler.end("a", "abort")
     assert update is not None and (update.finish_reason, update.num_cached_tokens) == ("abort", 0)
     assert scheduler.end("a", "abort") is None and scheduler.end("never seen", "abort") is None
     assert scheduler.plan() is None and not scheduler.has_unfinished
-
-
-def test_plans_must_be_committed_in_order() -> None:
     scheduler = make_scheduler()
     scheduler.add("a")
     _, second = scheduler.next_plans(2)
@@ -304,15 +280,12 @@ def commit_prompt_logprobs(scheduler: RankScheduler, name: str) -> dict[str, Seq
     return {update.request_id: update for update in scheduler.commit(plan, result)}
 
 
-def test_prompt_logprobs_are_gathered_over_chunks_and_delivered_once() -> None:
+def test_prompt_logprobs_are_delivered_once_also_after_a_preemption() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add("a", 10, prompt_logprobs=0)
     assert [commit_prompt_logprobs(scheduler, "a") for _ in range(2)] == [{}, {}]
     for expected in ([logprob(n) for n in range(1, 10)], None):
         assert commit_prompt_logprobs(scheduler, "a")["a"].prompt_logprobs == expected
-
-
-def test_prompt_logprobs_start_over_after_a_preempted_prefill() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=3, num_blocks=5)
     scheduler.add("a", 4, max_tokens=6)
     scheduler.add("b", 12, max_tokens=1, prompt_logprobs=0)

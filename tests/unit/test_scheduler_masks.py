@@ -34,15 +34,17 @@ def test_a_plan_lists_sampled_rows_with_grammars() -> None:
     scheduler.commit(second)
     (row,) = scheduler.grammar_rows(scheduler.next_plan())
     assert row.num_outputs == 1
-
-
-def test_without_constrained_requests_no_row_waits_for_a_bitmask() -> None:
     scheduler = make_scheduler()
     for name in ("a", "b"):
         add(scheduler, name, grammar=None)
     add(scheduler, "c")
     scheduler.end("c", "abort")
     assert scheduler.next_plan().grammar_rows == []
+    scheduler = make_scheduler(num_draft_tokens=2, constrained_drafts=False)
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 3, grammar=None)
+    scheduler.step()
+    assert scheduler.next_plan().num_draft_tokens == [0, 2]
 
 
 def test_the_block_of_a_postponed_row_is_cached_only_after_its_last_token_ran_again() -> None:
@@ -109,14 +111,6 @@ def test_grammar_rows_count_their_drafts_and_postponed_ones_have_none() -> None:
     assert update.token_ids == [7] and fourth.num_draft_tokens == [2]
     (update,) = scheduler.commit(fourth, StepResult(fourth.step_id, [8, 9], {}, {}, {}, {0: 1}))
     assert update.token_ids == [8, 9] and scheduler.sequences()[0].num_committed == 6
-
-
-def test_constrained_rows_verify_no_drafts_with_synthetic_acceptance() -> None:
-    scheduler = make_scheduler(num_draft_tokens=2, constrained_drafts=False)
-    add(scheduler, "a", 3)
-    add(scheduler, "b", 3, grammar=None)
-    scheduler.step()
-    assert scheduler.next_plan().num_draft_tokens == [0, 2]
 
 
 class ForgettingWorker(ModelWorker):

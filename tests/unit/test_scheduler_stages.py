@@ -81,14 +81,11 @@ def test_every_stage_gets_an_equal_share_of_the_rows(stages: int, ranks: int) ->
     assert num_rows == 23
 
 
-def test_a_prompt_fills_the_pipeline() -> None:
+def test_prompts_and_single_requests_fill_the_pipeline() -> None:
     pipeline = Pipeline(4, budget=8)
     pipeline.add("long", list(range(40)), 4)
     turns = [pipeline.turn() for _ in range(6)]
     assert [plans[0].num_tokens if plans else 0 for plans in turns] == [8] * 5 + [0]
-
-
-def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -> None:
     pipeline = Pipeline(2)
     pipeline.add("one", [3, 4], 30)
     assert [pipeline.turn() is not None for _ in range(8)] == [True, False] * 4

@@ -160,7 +160,7 @@ def arguments_of(schema: Any) -> ValueSchema:
     return ToolSchemas([tool("f", schema)]).arguments("f")
 
 
-def test_parameters_are_found_in_branches_and_references() -> None:
+def test_members_and_items_are_found_in_branches_references_and_recursion() -> None:
     schema = {
         "oneOf": [{"properties": {"number": {"type": "number"}}}, {"$ref": "#/$defs/named"}],
         "properties": {"id": {"type": "string"}},
@@ -176,9 +176,6 @@ def test_parameters_are_found_in_branches_and_references() -> None:
     assert arguments.lists_members
     assert arguments.lists("names")
     assert not arguments.lists("other")
-
-
-def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> None:
     members = {"value": {"type": "integer"}, "children": {"$ref": "#/$defs/nodes"}}
     nodes = {"type": "array", "items": {"$ref": "#/$defs/node"}}
     schema = {
@@ -225,13 +222,10 @@ def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     assert not ToolSchemas(tools).declares("g")
 
 
-def test_bare_function_objects_are_read_too() -> None:
+def test_functions_are_found_bare_and_in_other_letter_case() -> None:
     schemas = ToolSchemas([{"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}])
     assert schemas.declares("f")
     assert schemas.arguments("f").member("x").types == {"integer"}
-
-
-def test_a_name_in_other_letter_case_is_a_declared_one_only_without_doubt() -> None:
     schemas = ToolSchemas([tool("Read"), tool("write"), tool("WRITE")])
     for name, declared in (("Read", "Read"), ("READ", "Read"), ("write", "write")):
         assert schemas.declared_name(name) == declared

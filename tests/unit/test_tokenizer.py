@@ -23,11 +23,17 @@ def edited_definition(**changes: object) -> str:
     return json.dumps({**json.loads(definition_text()), **changes})
 
 
-def test_folder_is_read(tmp_path: Path) -> None:
+def test_folder_is_read_and_named_tokens_must_exist(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path))
     assert tokenizer.bos_token_id == tokenizer.token_id("]~!b[")
     assert tokenizer.eos_token_id == tokenizer.token_id("[e~[")
     assert tokenizer.vocab_size == 1 + tokenizer.token_id("</minimax:tool_call>")
+    config = json.dumps({"eos_token": {"content": "<gone>"}})
+    with pytest.raises(CheckpointError, match=r"eos_token .* is '<gone>'"):
+        Tokenizer.from_folder(write(tmp_path, config=config))
+    tokenizer = Tokenizer.from_folder(write(tmp_path, config="{}"))
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.eos_token_id is None
 
 
 @settings(deadline=None)
@@ -44,16 +50,13 @@ def test_decode_equals_the_library(ids: list[int], skip: bool) -> None:
     assert TOKENIZER.decode(ids, skip_special_tokens=skip) == expected
 
 
-def test_special_texts_become_tokens_by_default() -> None:
+def test_special_texts_become_tokens_and_control_tokens_are_dropped() -> None:
     text = "]~b]user\nhi<think>[e~["
     found = [TOKENIZER.token_text(i) for i in TOKENIZER.encode(text) if TOKENIZER.is_added(i)]
     assert found == ["]~b]", "<think>", "[e~["]
     plain = TOKENIZER.encode(text, allow_special=False)
     assert not any(map(TOKENIZER.is_added, plain))
     assert TOKENIZER.decode(plain) == text
-
-
-def test_control_tokens_are_dropped_and_tags_are_kept() -> None:
     tags = "a<think>b</think><minimax:tool_call></minimax:tool_call>"
     ids = TOKENIZER.encode(f"]~b]{tags}[e~[")
     assert TOKENIZER.decode(ids) == tags
@@ -75,7 +78,7 @@ def test_flags_of_the_config_count_except_for_tags(tmp_path: Path) -> None:
     assert not tokenizer.is_special(token_id)
 
 
-def test_token_bytes_are_exact() -> None:
+def test_token_bytes_are_exact(tmp_path: Path) -> None:
     ids = TOKENIZER.encode("né 🙂", allow_special=False)
     assert b"".join(map(TOKENIZER.token_bytes, ids)) == "né 🙂".encode()
     assert TOKENIZER.token_bytes(TOKENIZER.token_id("]<]vision pad[>[")) == b"]<]vision pad[>["
@@ -83,9 +86,6 @@ def test_token_bytes_are_exact() -> None:
     single = {TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)}
     assert {bytes([byte]) for byte in range(256)} <= single
     assert TOKENIZER.encode("ab\ud800c") == TOKENIZER.encode("ab\ufffdc")
-
-
-def test_token_spelled_outside_the_byte_alphabet_stands_for_itself(tmp_path: Path) -> None:
     definition = json.loads(definition_text())
     vocab = definition["model"]["vocab"]
     token_id = vocab["日 本"] = vocab.pop(max(vocab, key=vocab.get))
@@ -123,12 +123,3 @@ METASPACE = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"
 def test_unsupported_or_inconsistent_tokenizer_is_refused(tmp_path: Path, definition: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(write(tmp_path, definition=definition))
-
-
-def test_named_tokens_must_exist_and_may_be_absent(tmp_path: Path) -> None:
-    config = json.dumps({"eos_token": {"content": "<gone>"}})
-    with pytest.raises(CheckpointError, match=r"eos_token .* is '<gone>'"):
-        Tokenizer.from_folder(write(tmp_path, config=config))
-    tokenizer = Tokenizer.from_folder(write(tmp_path, config="{}"))
-    assert tokenizer.bos_token_id is None
-    assert tokenizer.eos_token_id is None

@@ -9,7 +9,7 @@ from negamax.options.transfer import FAIL, NIXL, RECOMPUTE, TCP, KvTransferConfi
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 
-def test_keys_of_vllm() -> None:
+def test_keys_of_vllm_and_nested_connectors() -> None:
     assert KvTransferConfig.read({}) == KvTransferConfig()
     given = {
         "kv_connector": "TcpConnector",
@@ -23,9 +23,6 @@ def test_keys_of_vllm() -> None:
     }
     expected = KvTransferConfig("kv_producer", TCP, "::1", 7, RECOMPUTE, 3.0, 4.5)
     assert KvTransferConfig.read(given) == expected and expected.is_loopback
-
-
-def test_the_first_connector_to_other_engines_counts() -> None:
     nested = [OFFLOADING, {"kv_connector": "NixlConnector", "kv_port": 9}, {"kv_connector": "x"}]
     extra = {"connectors": nested}
     given = {"kv_connector": "MultiConnector", "kv_role": "kv_consumer"}
@@ -70,11 +67,6 @@ def test_other_values_are_refused(given: dict[str, Any]) -> None:
         EngineOptions(model="nano", kv_transfer_config=given)
 
 
-def test_an_empty_folder_for_files_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-offloading-path is empty"):
-        EngineOptions(model="nano", kv_offloading_size=1.0, kv_offloading_path="")
-
-
 def test_host_memory_is_there_without_another_option() -> None:
     both = EngineOptions(model="nano", kv_transfer_config={})
     assert both.host_gib == 4.0 and both.has_host_blocks
@@ -85,3 +77,5 @@ def test_host_memory_is_there_without_another_option() -> None:
     assert ratio.host_gib is None and ratio.has_host_blocks
     with pytest.raises(ConfigError, match="whole KV blocks"):
         EngineOptions(model="nano", kv_transfer_config={}, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--kv-offloading-path is empty"):
+        EngineOptions(model="nano", kv_offloading_size=1.0, kv_offloading_path="")

@@ -378,7 +378,7 @@ class Alone:
         return self.shared._host.num_blocks - self.shared._host.blocks.num_free
 
 
-def test_a_lease_is_opened_once_its_blocks_are_stored_and_ends_with_its_return() -> None:
+def test_a_lease_opens_once_stored_and_lives_while_renewed() -> None:
     engine = Alone()
     opened = OpenLease("a", "me", "model", engine.prefill(), 2)
     assert engine.shared.leases["a"].step_id == engine.shared.last_step == 1  # stores it
@@ -389,9 +389,6 @@ def test_a_lease_is_opened_once_its_blocks_are_stored_and_ends_with_its_return()
     engine.transfers.handle(b"d", CloseLease("a"), now=2.0)
     assert engine.take_sent() == [LeaseClosed("a", True), LeaseClosed("a", False)]
     assert engine.num_held == 0
-
-
-def test_a_lease_lives_as_long_as_it_is_renewed() -> None:
     engine = Alone()
     engine.prefill()
     for now in (4.0, 8.0, 12.0):
@@ -527,7 +524,7 @@ def test_an_abort_returns_the_lease_and_keeps_blocks_that_are_written() -> None:
     assert not engine.transfers.has_timers
 
 
-def test_a_pull_waits_for_room_and_is_not_overtaken() -> None:
+def test_a_pull_waits_for_room_unless_it_exceeds_host_memory() -> None:
     engine = Alone(num_host_blocks=3)
     for name, length in (("a", 10), ("b", 10), ("c", 5)):
         engine.pull(name, lease=name, length=length)
@@ -537,9 +534,6 @@ def test_a_pull_waits_for_room_and_is_not_overtaken() -> None:
         engine.transfers.take_copied(ImportDone(0, "failed"), now=1.0)
     engine.transfers.advance(now=1.0)
     assert [len(copy.places) for copy in engine.copies] == [2, 2, 1]
-
-
-def test_a_prompt_that_exceeds_host_memory_holds_up_no_other() -> None:
     engine = Alone(num_host_blocks=3)
     for name, length in (("a", 17), ("b", 10)):
         engine.pull(name, lease=name, length=length)
