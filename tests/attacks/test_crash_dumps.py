@@ -11,7 +11,7 @@ from negamax.base.crash_dump import MAX_FILES, CrashDumps
 from negamax.base.errors import EngineError
 from tests.e2e.api_support import CHAT
 from tests.e2e.conftest import eventually, serving
-from tests.e2e.test_engine_restarts import ranks_of
+from tests.e2e.test_server_processes import ranks_of
 
 SECRET = "zanzibar"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of {SECRET}."}]}

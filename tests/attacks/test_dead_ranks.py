@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.api_support import CHAT, error_of
 from tests.e2e.conftest import HELD, STUB, Server, eventually, serving
-from tests.e2e.test_engine_restarts import LONG, last_lines_after, ranks_of, wait_until_ready
+from tests.e2e.test_server_processes import LONG, last_lines_after, ranks_of, wait_until_ready
 
 
 @pytest.fixture(scope="module")

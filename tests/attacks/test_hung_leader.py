@@ -11,7 +11,7 @@ import httpx
 from tests.attacks.test_tenants_of_several_processes import holder
 from tests.e2e.api_support import CHAT, HELLO
 from tests.e2e.conftest import Server, eventually, serving, shared
-from tests.e2e.test_engine_restarts import is_alive
+from tests.e2e.test_server_processes import is_alive
 
 LONG = {"messages": HELLO, "ignore_eos": True, "max_tokens": 3000, "n": 8, "stream": True}
 HANG_SECONDS = 5

@@ -64,15 +64,12 @@ def test_definitions_are_formulas() -> None:
     assert in_place == {"copy_", "index_copy_"}
 
 
-def test_no_pickle_of_any_kind() -> None:
+def test_no_pickle_of_any_kind_and_no_code_from_data() -> None:
     forbidden = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
     users = [
         room(path) for path in SOURCES if forbidden & {name.split(".")[0] for name in imports(path)}
     ]
     assert users == []
-
-
-def test_no_code_from_data() -> None:
     for path in SOURCES:
         for node in nodes(path):
             if isinstance(node, ast.Call):

@@ -1,13 +1,15 @@
 import pytest
 import torch
-import triton_support  # noqa: F401  (must precede the kernels)
 
 from negamax.formats.floats import e4m3_blocks, plain
 from negamax.kernels.gemm import tiles
 from negamax.kernels.gemm import triton as kernels
 from negamax.kernels.gemm.op import LinearOutput
+from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.quantize import triton as quantize
+from negamax.kernels.registry import OPS
+from tests.kernel_cases import CASES
 from tests.kernel_cases import gemm as cases
 
 SIZES = tiles.H200GemmTiles()
@@ -66,3 +68,22 @@ def test_activations_and_outputs_are_rounded_once() -> None:
     back = quantize.quantize(x).dequantize()
     assert not torch.isfinite(back[1, 200])
     assert torch.equal(back[0], torch.ones(256)) and torch.equal(back[1, :128], torch.ones(128))
+
+
+ADD_RMS = OPS["norm.add_rms"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_rounds_where_the_reference_rounds(dtype: torch.dtype) -> None:
+    """Check that the residual is bit-identical; the norm may differ by the sum's last bit."""
+    for case in CASES[ADD_RMS].small(dtype, torch.Generator().manual_seed(2)):
+        out, *_, residual = CASES[ADD_RMS].apply(norm_kernels.KERNELS[0], case)
+        expected, *_, expected_residual = CASES[ADD_RMS].apply(ADD_RMS.reference, case)
+        assert torch.equal(residual, expected_residual), case.label
+        if out.numel():
+            assert (out != expected).float().mean() < 0.02, case.label
+
+
+def test_fp8_norms_need_whole_groups() -> None:
+    with pytest.raises(AssertionError, match="200"):
+        norm_kernels.prepare(torch.ones(200, dtype=torch.bfloat16), 1e-6, quantize=True)

@@ -47,8 +47,5 @@ def test_sums_shards_and_concatenations(tmp_path: Path) -> None:
         assert torch.equal(got["gather rows"], torch.cat(everyones))
         assert torch.equal(got["gather columns"], torch.cat(everyones, dim=-1))
         assert torch.equal(got["bytes"].view(torch.bfloat16), torch.cat(everyones))
-
-
-def test_one_rank_keeps_its_tensors() -> None:
     for name, got in gather_all(SingleRank()).items():
         assert torch.equal(got.view(torch.uint8), rows_of(0).view(torch.uint8)), name

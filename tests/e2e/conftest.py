@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 MODEL = "nano"
 OF_ALL_FAMILIES = (
-    "test_acceptance_suite", "test_acceptance_tools", "test_api_chat", "test_api_completions",
-    "test_api_dialects", "test_api_generate", "test_api_messages", "test_api_responses",
-    "test_verify",
+    "test_acceptance_suite", "test_api_completions", "test_api_dialects", "test_api_generate",
+    "test_api_messages", "test_api_responses", "test_verify",
 )  # fmt: skip
 # These tests check nano's tags, blocks of 16 tokens, context length and images.
 # `test_nano_m3_server.py` has the same tests for nano-m3.

@@ -10,7 +10,7 @@ import httpx
 
 from tests.e2e.api_support import CHAT, GREEDY, HELLO, post
 from tests.e2e.conftest import Server, eventually, launch, serving
-from tests.e2e.test_engine_restarts import wait_until_ready
+from tests.e2e.test_server_processes import wait_until_ready
 from tests.ports import free_port
 from tests.unit.event_support import Subscriber, view_of_replay
 

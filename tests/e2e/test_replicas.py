@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.api_support import CHAT, HELLO, error_of
 from tests.e2e.conftest import MODEL, Server, eventually, serving, shared
-from tests.e2e.test_engine_restarts import is_alive, ranks_of, wait_until_ready
+from tests.e2e.test_server_processes import is_alive, ranks_of, wait_until_ready
 
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 HEADER = "X-Data-Parallel-Rank"

@@ -1,18 +1,41 @@
 import json
 import os
 import shutil
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from negamax import LLM
 from negamax.base.errors import ConfigError
+from negamax.bench.group import Group, label, sizes
+from negamax.cli.bench_options import parse_counts
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
 from negamax.engine.core.planned_sizes import choose_parallel_sizes
 from negamax.engine.core.setup import start_loop
+from negamax.engine.core.source import locate
+from negamax.models.memory import expected_distinct_experts
+from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
+from negamax.planner.chunks import LEAST_SHARE, chunks, plan_even_times
+from negamax.planner.cost import Costs, Model, Workload
+from negamax.planner.floor import step_bytes
 from negamax.planner.gpus import MEASURED, visible_devices, visible_gpus
+from negamax.planner.plan import Hardware, make_plan
+from negamax.planner.topology import Topology
+from negamax.scheduler.chunk_length import ChunkLength, EvenChunks, EvenTimes
+from negamax.scheduler.limits import SchedulerLimits
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import StepPlan
+from negamax.worker.config import DebugResult
+from tests.unit.plan_support import RankScheduler, make_request
 
 
 @pytest.fixture
@@ -141,3 +164,261 @@ def test_throughput_doubles_the_sequences_of_a_step() -> None:
         loop.shutdown()
         found[mode] = info.max_num_seqs
     assert found == {"balanced": 64, "throughput": 128}
+
+
+M2 = bundled_spec("minimax-m2")
+BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "index_dtype": "bfloat16"}
+CACHES = ("kv_dtype", "index_dtype")
+BASELINE = Path(__file__).parents[2] / "docs" / "results" / "vllm-0.26-h200.json"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts"), [(1, 8.0), (4, 30.5), (16, 102.0), (64, 222.4), (100, 245.3)]
+)
+def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> None:
+    assert expected_distinct_experts(M2, tokens) == pytest.approx(experts, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("batch", "milliseconds"), [(1, 0.71), (4, 1.92), (16, 5.83), (64, 13.0), (100, 15.0)]
+)
+def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
+    """The limits are computed by hand for 1500 tokens of context and 4.3 TB/s."""
+    num_bytes = step_bytes(M2, batch=batch, context=1500, **BF16, ranks=4)
+    assert 1e3 * num_bytes / 4.3e12 == pytest.approx(milliseconds, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "milliseconds"),
+    [(1000, 1, 1.62), (1000, 64, 22.85), (32_000, 16, 11.25), (128_000, 4, 4.165)],
+)
+def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds: float) -> None:
+    """The limits are computed by hand for FP8 caches and 4.25 TB/s."""
+    spec, dtypes = bundled_spec("minimax-m3-mxfp8"), BF16 | dict.fromkeys(CACHES, "fp8")
+    num_bytes = step_bytes(spec, batch=batch, context=context, **dtypes, ranks=4)
+    assert 1e3 * num_bytes / 4.25e12 == pytest.approx(milliseconds, rel=0.006)
+
+
+def test_limit_follows_layers_ranks_and_formats() -> None:
+    def floor(kv_dtype: str = "bfloat16", **changes: object) -> float:
+        spec = replace(M2, **changes)  # type: ignore[arg-type]
+        return step_bytes(spec, batch=16, context=1000, **BF16 | {"kv_dtype": kv_dtype}, ranks=1)
+
+    head = M2.vocab_size * M2.hidden_size * 2
+    assert floor(num_layers=31) - head == pytest.approx((floor() - head) / 2)
+    assert floor() - floor("fp8") == 16 * 1000 * 62 * 2 * 8 * 128
+    assert floor(quantization=None) > 1.9 * floor()
+
+
+def test_recorded_baseline_holds_both_configurations_with_their_conditions() -> None:
+    document = json.loads(BASELINE.read_text(encoding="utf-8"))
+    assert document["conditions"]
+    four, one = document["results"]
+    for result, expected in ((four, (62, 4)), (one, (16, 1))):
+        assert (result["num_layers"], result["tensor_parallel_size"]) == expected
+        assert [run["concurrency"] for run in result["runs"]] == [1, 4, 16, 64, 100]
+    for run in four["runs"]:
+        assert run["decode_tokens_per_second"] == pytest.approx(
+            1e3 * run["concurrency"] / run["tpot_ms"], rel=0.01
+        )
+
+
+def test_number_lists_are_read_and_others_refused_with_the_flag() -> None:
+    assert parse_counts("1, 4,16,4", flag="--batch") == (1, 4, 16)
+    for text in ("", "1,", "0", "-1", "1.5", "x", "²", "1" * 40, "1000001"):
+        with pytest.raises(ConfigError, match="--batch"):
+            parse_counts(text, flag="--batch")
+
+
+# Two stages have two data-parallel groups of two ranks: rank = stage * 4 + group * 2 + tp.
+LAYOUT = ParallelLayout(pp=2, dp=2, tp=2)
+
+
+def test_experts_are_those_of_all_tokens_of_a_step() -> None:
+    first = [[[1, 2], [3]], [[2, 5], [3, 4]]]  # experts of the two groups, in each of two layers
+    second = [[[7, 8]], [[7, 9]]]  # in the third layer
+    answers = [DebugResult(experts=group) for group in (*first, *second) for _ in range(2)]
+    assert Group(LAYOUT).distinct_experts(answers) == (3 + 2 + 3) / 3
+    assert Group(LAYOUT).distinct_experts([*answers[:-1], DebugResult()]) is None
+    for nothing in ([], [[], []]):  # no experts in the model, or no plan in the turn
+        answer = DebugResult(experts=nothing)
+        assert Group(ParallelLayout()).distinct_experts([answer]) is None
+
+
+def test_a_step_takes_as_long_as_the_slowest_rank_of_each_stage() -> None:
+    seconds = [0.001, 0.002, 0.0015, 0.001, 0.003, 0.001, 0.001, 0.001]
+    answers = [DebugResult(number=each) for each in seconds]
+    assert Group(LAYOUT).stage_milliseconds(answers) == [2.0, 3.0]
+    assert Group(LAYOUT).stage_milliseconds([*answers[:-1], DebugResult()]) == []
+    group = Group(LAYOUT)
+    assert [group.step_rows(count) for count in (1, 2, 3, 100)] == [1, 1, 2, 50]
+    assert [group.rank_rows(count) for count in (1, 3, 100, 102)] == [1, 1, 25, 26]
+
+
+def test_results_say_how_the_model_was_split() -> None:
+    """Check that results without stages and groups keep the format of older files."""
+    options = EngineOptions("nano", tensor_parallel_size=2)
+    assert sizes(options) == {"tensor_parallel_size": 2} and label(sizes(options)) == "TP2"
+    options = EngineOptions("nano", pipeline_parallel_size=2, data_parallel_size=4)
+    assert label(sizes(options)) == "PP2 DP4 TP1"
+
+
+STEP, BLOCK, LONGEST = 8192, 64, 131_072
+
+
+@cache
+def costs(model: str, **sizes: int) -> Costs:
+    spec = locate(EngineOptions(model=model, load_format="synthetic")).spec
+    layout = Topology(**sizes).layout
+    return Costs(Model.of(spec, MEASURED), MEASURED, layout, per_node=layout.world_size)
+
+
+def timed(model: str, stages: int) -> EvenTimes:
+    sizes = {"max_num_batched_tokens": STEP, "block_size": BLOCK, "max_model_len": LONGEST}
+    return plan_even_times(costs(model, pp=stages), **sizes)
+
+
+@pytest.mark.parametrize("model", ["minimax-m2", "minimax-m3"])
+@pytest.mark.parametrize("behind", [0, 40_000])
+def test_chunks_take_equally_long(model: str, behind: int) -> None:
+    """The last chunk and chunks at the bound differ. A prefix cache hit changes no later chunk."""
+    cost, length = costs(model, pp=4), timed(model, 4)
+    limit = cost.chunk_seconds(STEP, after=0)
+    found, done = [], behind
+    while done < LONGEST:
+        found.append(length.fit(done, LONGEST - done, STEP)[0])
+        done += found[-1]
+    assert done == LONGEST and len(found) > 16
+    done = behind
+    for size in found[:-1]:
+        seconds = cost.chunk_seconds(size, after=done)
+        assert seconds > 0.9 * limit
+        assert seconds < 1.03 * limit or size <= STEP // LEAST_SHARE
+        done += size
+        assert done % BLOCK == 0
+    assert all(later <= size for size, later in pairwise(found))
+    if not behind:
+        assert found[0] == STEP
+
+
+@pytest.mark.parametrize(("stages", "gain"), [(2, 1.06), (4, 1.2), (8, 1.4)])
+def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, gain: float) -> None:
+    """Compare M2 at 128K tokens with a pipeline that runs equal chunks."""
+    cost = costs("minimax-m2", pp=stages)
+    lengths = (EvenChunks(), timed("minimax-m2", stages))
+    splits = [chunks(length, LONGEST, budget=STEP) for length in lengths]
+    even, in_time = map(cost.chunks_seconds, splits)
+    assert even == pytest.approx(cost.prefill_seconds(LONGEST, chunk=STEP))
+    assert even > gain * in_time
+    assert cost.chunk_seconds(STEP, after=LONGEST) > 10 * cost.chunk_seconds(STEP, after=0)
+
+
+def test_plan_uses_the_engines_chunks() -> None:
+    spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
+    plan = make_plan(spec, Hardware(MEASURED, 4), [Workload(1, LONGEST, 1000)])
+    seconds = {each.topology.label: each.prompt_seconds for each in plan.candidates}
+    assert seconds["PP4"] < costs("minimax-m2", pp=4).prefill_seconds(LONGEST, chunk=STEP) / 1.2
+    alone = costs("minimax-m2", tp=4)
+    assert seconds["TP4"] == pytest.approx(alone.prefill_seconds(LONGEST, chunk=STEP))
+
+
+def test_stages_run_chunks_side_by_side() -> None:
+    cost = costs("minimax-m2", pp=4)
+    one = cost.chunks_seconds([STEP])
+    last = cost.chunk_seconds(STEP, after=3 * STEP)
+    assert one < cost.chunks_seconds([STEP] * 4) < 8 * last < 4 * one + 8 * last
+    alone = costs("minimax-m2", tp=4)
+    assert alone.chunks_seconds([STEP] * 4) == pytest.approx(
+        sum(alone.chunk_seconds(STEP, after=STEP * at) for at in range(4))
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    prices=st.lists(st.floats(1.0, 8.0), max_size=6).map(sorted),
+    every=st.integers(1, 300),
+    block_size=st.sampled_from((1, 4, 16, 64)),
+    budget=st.integers(1, 200),
+    num_tokens=st.integers(1, 2000),
+)
+def test_chunks_cover_the_prompt(
+    prices: list[float], every: int, block_size: int, budget: int, num_tokens: int
+) -> None:
+    length = EvenTimes(block_size, every, (1.0, *prices))
+    behind = 0
+    while behind < num_tokens:
+        left = num_tokens - behind
+        count, room = length.fit(behind, left, budget)
+        assert 1 <= count <= min(left, room) and room <= budget
+        if count < left and count >= block_size:
+            assert (behind + count) % block_size == 0
+        behind += count
+    assert behind == num_tokens
+
+
+def limits(length: ChunkLength) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024, block_size=8, num_blocks=200,
+        enable_prefix_caching=True, max_queued_requests=100, eos_token_ids=frozenset({0}),
+        chunk_length=length,
+    )  # fmt: skip
+
+
+def request(name: str, prompt: list[int]) -> GenerateRequest:
+    return make_request(name, prompt, ignore_eos=True)
+
+
+def step(scheduler: RankScheduler) -> StepPlan:
+    plan = scheduler.next_plan()
+    scheduler.commit(plan)
+    return plan
+
+
+DOUBLING = EvenTimes(8, 128, (1.0, 2.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"pipeline_parallel_size": 2}, EvenTimes),
+        ({"pipeline_parallel_size": 2, "enable_dynamic_chunking": False}, EvenChunks),
+        ({"pipeline_parallel_size": 2, "max_model_len": 2048}, EvenChunks),  # single chunks
+        ({}, EvenChunks),
+    ],
+    ids=str,
+)
+def test_chunks_of_pipeline_stages(options: dict[str, Any], kind: type[ChunkLength]) -> None:
+    with LLM("nano", script="agents", device="cpu", **options) as llm:
+        (rank,) = llm._loop._scheduler.ranks
+        assert type(rank.limits.chunk_length) is kind
+
+
+def test_short_prompts_are_planned_unchanged() -> None:
+    plans = []
+    for length in (EvenChunks(), DOUBLING):
+        scheduler = RankScheduler(limits(length))
+        for number, size in enumerate((30, 20, 14, 5, 64)):
+            scheduler.group.add(request(f"r{number}", [number] * size))
+        plans.append([step(scheduler) for _ in range(2)])
+    assert plans[0] == plans[1]
+
+
+def test_a_long_prompt_runs_in_shorter_and_shorter_chunks() -> None:
+    """Check that every step takes as long as the first; other prompts use the rest of a step."""
+    scheduler = RankScheduler(limits(DOUBLING))
+    scheduler.group.add(request("long", [3] * 244))
+    scheduler.group.add(request("short", [4] * 40))
+    counts = [step(scheduler).num_scheduled for _ in range(6)]
+    # After 64, 104, 136, 160 tokens, a token costs 1.5, 1.8, 2.1, 2.5 times the first.
+    assert counts == [[64], [40, 4], [32, 4], [24, 8], [24, 3], [16, 13]]
+
+
+def test_a_prefix_hit_begins_with_a_chunk_of_its_depth() -> None:
+    scheduler = RankScheduler(limits(DOUBLING))
+    scheduler.group.add(request("first", list(range(264))))
+    while scheduler.has_unfinished:
+        step(scheduler)
+    scheduler.group.add(request("second", [*range(264), *range(300, 360)]))
+    plan = step(scheduler)
+    assert plan.new_rows[0].num_computed == 264
+    assert plan.num_scheduled == [16]  # Each token costs four times as much as the first.

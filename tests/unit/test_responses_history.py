@@ -8,8 +8,18 @@ from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, build_call_item
 from negamax.api.dialects.responses.history import build_history
+from negamax.api.dialects.responses.input_items import build_page
 from negamax.api.dialects.responses.item_settings import apply_settings
 from negamax.api.dialects.responses.schema import ResponsesRequest
+from negamax.api.dialects.responses.store import (
+    Item,
+    ResponseStore,
+    StoredResponse,
+    StoredTurn,
+    decode_items,
+    encode_shown,
+    trim_setting,
+)
 from negamax.api.schemas.tools import show_tools
 from negamax.base.errors import InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
@@ -318,3 +328,173 @@ def test_refuses_wrong_settings_by_their_place(item: dict[str, Any], place: str)
     with pytest.raises(InvalidRequestError) as caught:
         settled(request(LOOKUP), item)
     assert caught.value.param == f"input[0]{place}"
+
+
+LONG = "x" * 5000
+
+
+def kept(
+    parent: StoredTurn | None, number: int, *, size: int = 10, tenant: str = ""
+) -> StoredResponse:
+    items = [{"id": f"{name}{number}", "text": name[-1] * size} for name in ("in", "out")]
+    given, said = (json.dumps([item]).encode() for item in items)
+    turn = StoredTurn(parent, input_items=given, output_items=said)
+    return StoredResponse(b'{"body": 1}', turn, [f"out{number}"], tenant)
+
+
+def test_least_used_responses_make_room_and_later_states_take_their_place() -> None:
+    store = ResponseStore(max_responses=3)
+    for number in range(3):
+        store.put(f"r{number}", kept(None, number))
+    assert store.get("r0")  # used again
+    store.put("r3", kept(None, 3))
+    assert [name for name in ("r0", "r1", "r2", "r3") if store.get(name)] == ["r0", "r2", "r3"]
+    # Ids that the store did not issue are not found.
+    assert store.items({"out0", "out1", "out3", "in0", "x"}) == {
+        f"out{number}": {"id": f"out{number}", "text": "t" * 10} for number in (0, 3)
+    }
+    assert store.items({"out0"}, tenant="another") == {}
+    store = ResponseStore()
+    first = kept(None, 1)
+    store.put("r", first)
+    store.put("r", StoredResponse(b"{}", first.turn, ()))
+    again = store.get("r")
+    assert again and again.body == b"{}" and len(store) == 1
+    assert store.num_bytes == 2 + first.turn.num_bytes
+
+
+def test_bytes_are_bounded_and_come_back_to_zero() -> None:
+    store = ResponseStore(max_bytes=5000)
+    for number in range(20):
+        store.put(f"r{number}", kept(None, number, size=500))
+        assert store.num_bytes <= 5000
+    assert 0 < len(store) < 5
+    store.put("huge", kept(None, 99, size=10_000))
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_a_tenant_pushes_out_its_own_responses_first() -> None:
+    for limits, size in (({"max_bytes": 5000}, 500), ({"max_responses": 4}, 10)):
+        store = ResponseStore(**limits)
+        store.put("r", kept(None, 0, size=size, tenant="a"))
+        for number in range(20):
+            store.put(f"r{number}", kept(None, number, size=size, tenant="b"))
+        assert store.get("r", tenant="a") and store.get("r19", tenant="b")
+        assert store.get("r", tenant="b") is None and not store.remove("r", tenant="b")
+        assert len(store) < 6
+
+
+@pytest.mark.parametrize(
+    ("item", "shown"),
+    [
+        (
+            {"type": "web_search_call", "id": "w", "text": LONG},
+            {"type": "web_search_call", "id": "w"},
+        ),
+        ({"role": "user", "content": LONG, "x": [LONG]}, {"role": "user", "content": LONG}),
+        (
+            {"content": [{"type": "input_image", "image_url": LONG}, {"text": LONG, "y": LONG}]},
+            {"content": [{"type": "input_image"}, {"text": LONG}]},
+        ),
+        ({"type": "function_call_output", "output": LONG}, None),
+    ],
+    ids=["passed over", "field", "parts", "result"],
+)
+def test_large_fields_that_are_not_shown_are_not_stored(item: Item, shown: Item | None) -> None:
+    assert decode_items(encode_shown([item])) == [item if shown is None else shown]
+    tool = {"type": "function", "name": "f", "parameters": {"a": LONG}}
+    group = {"type": "namespace", "name": "n", "tools": [{**tool, "x": LONG}]}
+    assert trim_setting({**group, "x": LONG}) == {**group, "tools": [tool]}
+    assert trim_setting({"type": "web_search", "parameters": LONG}) == {"type": "web_search"}
+
+
+def test_turns_below_are_shared_and_outlive_their_responses() -> None:
+    store = ResponseStore()
+    parent: StoredTurn | None = None
+    for number in range(3000):  # The chain is deeper than Python's stack.
+        response = kept(parent, number)
+        store.put(f"r{number}", response)
+        parent = response.turn
+    whole = store.num_bytes
+    for number in range(2999):
+        assert store.remove(f"r{number}")
+    last = store.get("r2999")
+    assert last and whole - store.num_bytes == 2999 * len(last.body)
+    items = last.turn.conversation()
+    assert [item["id"] for item in items[:4]] == ["in0", "out0", "in1", "out1"]
+    assert len(items) == 6000
+    assert store.remove("r2999") and not store.remove("r2999")
+    assert store.num_bytes == 0
+
+
+RESPONSE = "resp_" + "ab" * 23 + "07"
+
+
+RESULT = {"type": "function_call_output", "call_id": "c", "output": {"n": 2}}
+RESULT |= {"status": "incomplete"}
+
+
+def items_of(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    return build_page(items, {"order": "asc", "limit": "100"}, response_id=RESPONSE).data
+
+
+def users(count: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"number {number}"} for number in range(count)]
+
+
+def test_items_are_completed_and_their_ids_never_repeat() -> None:
+    user, assistant, image, called, result, thought = items_of(
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"n": 1}},
+        RESULT,
+        {"type": "reasoning", "encrypted_content": "x"},
+    )
+    assert (user["type"], user["status"]) == ("message", "completed")
+    assert user["content"] == [{"type": "input_text", "text": "Hello"}]
+    assert assistant["content"] == [{"type": "output_text", "text": "Hi", "annotations": []}]
+    assert image["content"][0]["detail"] == "auto"
+    assert (called["arguments"], result["output"]) == ('{"n": 1}', '{"n": 2}')
+    assert result["status"] == "incomplete"
+    assert thought["summary"] == []
+    items = [*users(2), {"role": "user", "content": "x", "id": "msg_mine"}]
+    ids = [item["id"] for item in items_of(*items, items[-1])]
+    assert ids[2] == "msg_mine" and len(set(ids)) == 4
+    assert ids == [item["id"] for item in items_of(*items, items[-1])]
+    # The last two characters of an id name the server process that owns the response.
+    assert all(item_id.endswith(RESPONSE[-2:]) for item_id in (*ids[:2], ids[3]))
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_add_up_to_all_items(order: str) -> None:
+    items, texts = users(25), []
+    query = {"order": order}
+    while True:
+        page = build_page(items, query, response_id=RESPONSE)
+        texts += [item["content"][0]["text"] for item in page.data]
+        assert (page.first_id, page.last_id) == (page.data[0]["id"], page.data[-1]["id"])
+        if not page.has_more:
+            break
+        assert len(page.data) == 20
+        query["after"] = str(page.last_id)
+    expected = [item["content"] for item in items]
+    assert texts == (expected if order == "asc" else expected[::-1])
+
+
+def test_the_last_item_comes_first_and_nothing_after_the_end() -> None:
+    page = build_page(users(3), {"limit": "1"}, response_id=RESPONSE)
+    assert page.data[0]["content"][0]["text"] == "number 2" and page.has_more
+    last = items_of(*users(3))[0]["id"]
+    page = build_page(users(3), {"after": last}, response_id=RESPONSE)
+    assert (page.data, page.first_id, page.last_id, page.has_more) == ([], None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("order", "up"), ("limit", "0"), ("limit", "101"), ("limit", "²"), ("after", "msg_other")],
+)
+def test_pages_that_are_none_are_refused(field: str, value: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_page(users(2), {field: value}, response_id=RESPONSE)
+    assert caught.value.param == field
