@@ -268,14 +268,11 @@ def test_values_may_have_vllm_names(folder: Path, theirs: str, ours: str) -> Non
     assert outputs[0] == outputs[1] != [[]]
 
 
-def test_a_model_larger_than_the_memory_is_refused() -> None:
-    with pytest.raises(ResourceError, match="GiB"):
-        LLM("minimax-m2", load_format="synthetic", max_model_len=128)
-
-
-def test_a_small_cache_lowers_the_context_length(folder: Path) -> None:
+def test_small_caches_lower_the_context_length_and_large_models_are_refused(folder: Path) -> None:
     with start(folder, num_kv_blocks=8) as engine:
         with pytest.raises(ContextLengthError, match="33"):
             engine.generate([prompt(1, 60)], GREEDY)
         longest = complete(engine, 1, 20, max_tokens=None, ignore_eos=True)
         assert (len(longest.token_ids), longest.finish_reason) == (13, "length")
+    with pytest.raises(ResourceError, match="GiB"):
+        LLM("minimax-m2", load_format="synthetic", max_model_len=128)

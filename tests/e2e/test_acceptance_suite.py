@@ -265,15 +265,7 @@ def test_reasoning_is_placed_as_requested(http: httpx.Client) -> None:
     assert [delta["reasoning"] for delta in held if delta.get("reasoning")] == [thought]
 
 
-def test_echo_repeats_the_message_that_is_continued(http: httpx.Client) -> None:
-    body = {"messages": [*QUESTION, {"role": "assistant", "content": "He has"}], "max_tokens": 8}
-    body |= {"continue_final_message": True, "add_generation_prompt": False}
-    expected = f"He has{message_of(http, **body)['content']}"
-    assert message_of(http, **body, echo=True)["content"] == expected
-    assert join(deltas_of(chunks(http, **body, echo=True)), "content") == expected
-
-
-def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
+def test_echo_and_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
     whole = {"separate_reasoning": False}  # The content then has all tokens.
     body = {"rid": "my-id.1", "logprobs": True, "top_logprobs": 1, **whole}
     answer = answered(http, **body, return_tokens_as_token_ids=True, return_token_ids=True)
@@ -283,6 +275,11 @@ def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
     assert tokens == [f"token_id:{number}" for number in choice["token_ids"]]
     stopped = message_of(http, max_tokens=200, stop=["apples"], no_stop_trim=True)
     assert stopped["content"].endswith("apples")
+    body = {"messages": [*QUESTION, {"role": "assistant", "content": "He has"}], "max_tokens": 8}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    expected = f"He has{message_of(http, **body)['content']}"
+    assert message_of(http, **body, echo=True)["content"] == expected
+    assert join(deltas_of(chunks(http, **body, echo=True)), "content") == expected
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -298,12 +295,9 @@ def test_13_05_13_06_16_11_accepts_few_fields(http: httpx.Client, declared: dict
     answered(http, messages=WEATHER_QUESTION, tools=[declared])
 
 
-def test_13_12_history_may_show_tools_that_are_not_declared(http: httpx.Client) -> None:
+def test_13_history_may_show_other_tools_and_keys_keep_their_order(http: httpx.Client) -> None:
     answered(http, messages=[*ASKED, RESULT])
     answered(http, messages=[*ASKED, RESULT], tools=[tool("other")])
-
-
-def test_13_tools_keep_the_key_order_of_the_client(http: httpx.Client) -> None:
     parameters = {"required": ["z"], "properties": {"z": {}, "a": {}}, "type": "object"}
     function = {"parameters": parameters, "name": "f", "b": 1, "a": 2}
     prompt = rendered(http, tools=[{"function": function, "type": "function"}])
@@ -353,16 +347,13 @@ def test_16_broken_history_is_refused(http: httpx.Client, messages: list[Any], p
     assert refused(http, messages=messages)["param"] == param
 
 
-def test_16_results_in_any_order_are_put_in_the_order_of_the_calls(http: httpx.Client) -> None:
+def test_16_results_are_put_in_order_and_required_calls_made(http: httpx.Client) -> None:
     second = {**RESULT, "tool_call_id": "call_2", "content": "ROMAN"}
     results = [second, {**RESULT, "content": "PARISIAN"}]
     messages = [*WEATHER_QUESTION, called(call(), call(number=2)), *results]
     answered(http, messages=messages)
     prompt = rendered(http, messages=messages)
     assert 0 < prompt.index("PARISIAN") < prompt.index("ROMAN")
-
-
-def test_16_required_call_is_made_after_thinking(http: httpx.Client) -> None:
     body = CHAT_DIALECT.body(functions=(FUNCTION,), tool_choice="required", limit=300)
     said = CHAT_DIALECT.ask(http, body)
     assert said.reason == "tool_calls" and said.calls and said.reasoning

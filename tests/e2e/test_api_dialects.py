@@ -317,15 +317,12 @@ def test_the_second_time_the_prompt_comes_from_the_cache(http: httpx.Client) -> 
     assert first.content == second.content
 
 
-def test_stream_has_usage_only_when_asked(http: httpx.Client) -> None:
+def test_usage_is_streamed_when_asked_and_no_call_without_a_choice(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "max_tokens": 2}
     assert all("usage" not in event for event in stream(http, CHAT, **body))
     events = stream(http, CHAT, **body, stream_options={"continuous_usage_stats": True})
     totals = [event["usage"]["completion_tokens"] for event in events]
     assert totals == sorted(totals) and totals[-1] == 2
-
-
-def test_tool_choice_none_gives_no_calls(http: httpx.Client) -> None:
     body = CHAT_DIALECT.body(WEATHER_QUESTION, limit=200)
     hidden = CHAT_DIALECT.ask(http, body | {"tools": [WEATHER], "tool_choice": "none"})
     assert hidden.calls == []
@@ -360,7 +357,7 @@ def test_only_allowed_tokens_are_sampled(http: httpx.Client, temperature: float)
     assert "remove allowed_token_ids" in error_of(http.post(CHAT, json=both), 400)["message"]
 
 
-def test_logprobs_describe_every_token_of_the_content(http: httpx.Client) -> None:
+def test_logprobs_of_content_and_prompt_are_returned_on_request(http: httpx.Client) -> None:
     body = CHAT_DIALECT.body(logprobs=True, top_logprobs=3)
     (choice,) = post(http, CHAT, **body)["choices"]
     content, message = choice["logprobs"]["content"], choice["message"]
@@ -373,9 +370,6 @@ def test_logprobs_describe_every_token_of_the_content(http: httpx.Client) -> Non
     events = [event["choices"][0]["logprobs"] for event in stream(http, CHAT, **body)]
     streamed = [entry["token"] for logprobs in events if logprobs for entry in logprobs["content"]]
     assert streamed == [entry["token"] for entry in content]
-
-
-def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "max_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True}
     answer = post(http, CHAT, **body)
     (first, *scores), (_, *ids) = answer["prompt_logprobs"], answer["prompt_token_ids"]

@@ -107,7 +107,7 @@ def test_odd_indices_of_calls_are_bounded(index: int) -> None:
     assert reader.record.error is None
 
 
-def test_a_chunked_stream_reads_the_same_in_any_pieces() -> None:
+def test_a_stream_reads_the_same_in_any_pieces() -> None:
     raw = chunked(CHAT)
 
     async def read_in_pieces() -> None:
@@ -117,6 +117,9 @@ def test_a_chunked_stream_reads_the_same_in_any_pieces() -> None:
         check_chat(await read([b"HTTP/1.1 100 Continue\r\n\r\n" + raw]))
 
     asyncio.run(read_in_pieces())
+    body = "".join(CHAT).encode()
+    check_chat(asyncio.run(read([f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body])))
+    check_chat(asyncio.run(read([f"{HEAD}\r\n".encode(), body], closes=True)))
 
 
 def test_transport_need_not_be_of_asyncios_class() -> None:
@@ -143,12 +146,6 @@ def test_transport_need_not_be_of_asyncios_class() -> None:
         return transport.sent
 
     assert asyncio.run(scene()) == b"POST"
-
-
-def test_bodies_with_a_length_and_until_the_end_of_the_connection() -> None:
-    body = "".join(CHAT).encode()
-    check_chat(asyncio.run(read([f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body])))
-    check_chat(asyncio.run(read([f"{HEAD}\r\n".encode(), body], closes=True)))
 
 
 def test_completions_count_chunks_with_text_and_the_running_usage() -> None:

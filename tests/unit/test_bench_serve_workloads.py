@@ -79,9 +79,6 @@ def test_random_ids_have_the_lengths_seed_and_vocabulary_asked_for() -> None:
     assert first == again and first != other
     (turn,) = made(BenchOptions(), 1, None, [7, 9])
     assert set(ids(turn)) == {7, 9}
-
-
-def test_random_lengths_stay_within_the_range_ratio_and_the_announced_longest() -> None:
     options = BenchOptions(random_input_len=100, random_output_len=10, random_range_ratio=0.5)
     sizes = [(len(ids(turn)), turn.body["max_tokens"]) for turn in made(options, 500)]
     lengths = [length for length, _ in sizes]
@@ -179,11 +176,15 @@ def test_bad_files(tmp_path: Path, read: Callable[[str], object], text: str, mes
         read(str(file))
 
 
-def test_sessions_are_truncated_to_the_number_of_requests() -> None:
+def test_sessions_end_with_the_requests_or_the_context_length() -> None:
     sessions = take_turns(iter(agent_sessions()), 40)
     assert [session.num_turns for session in sessions] == [15, 15, 10]
     assert [len(turns(session)) for session in sessions] == [15, 15, 10]
     assert len(turns(shortened(sessions[0], 1))) == 1
+    session = agent_sessions(context_length=4000).session()
+    bodies = [turn.body for turn in turns(session)]
+    assert 1 < len(bodies) < 15
+    assert len(json.dumps(bodies[-1])) * SCALE.tokens_per_char + AGENT.agent_output_len < 4000
 
 
 def test_agent_history_grows_at_its_end_only_and_every_session_begins_alike() -> None:
@@ -208,13 +209,6 @@ def test_agent_history_has_the_sizes_asked_for_and_servers_accept_it() -> None:
     tool_chars = sum(len(message["content"]) for message in history if message["role"] == "tool")
     steps = sum("tool_calls" in message for message in history)
     assert tool_chars / steps == pytest.approx(200 * 4, rel=0.35)
-
-
-def test_agent_sessions_end_before_the_window_does() -> None:
-    session = agent_sessions(context_length=4000).session()
-    bodies = [turn.body for turn in turns(session)]
-    assert 1 < len(bodies) < 15
-    assert len(json.dumps(bodies[-1])) * SCALE.tokens_per_char + AGENT.agent_output_len < 4000
 
 
 def test_live_sessions_send_the_servers_own_answers_back() -> None:

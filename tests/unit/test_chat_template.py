@@ -29,7 +29,11 @@ def test_renders_are_those_of_the_models_own_templates(family: str, case: dict[s
         check_render(template, case, normalize_messages(case["messages"], has_root=family == "m3"))
 
 
-def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -> None:
+def test_templates_report_their_variables_and_have_a_replaceable_identity() -> None:
+    assert (M2.has_root_role, M3.has_root_role) == (False, True)
+    assert (M2.reads("thinking_mode"), M3.reads("thinking_mode")) == (False, True)
+    assert M2.reads("model_identity") and not M3.reads("reasoning_effort")
+    assert not ChatTemplate("{{ raise_exception('no') }}").has_root_role
     nano = ChatTemplate.from_folder(EMBEDDED["nano"])
     assert nano is not None
     assert nano.render([user("Hi")]).startswith(
@@ -37,13 +41,6 @@ def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -
         "model that ships with Negamax.[e~[\n]~b]user\n"
     )
     assert "]~b]system\nI am X.[e~[" in nano.render([user("Hi")], model_identity="I am X.")
-
-
-def test_templates_report_which_variables_and_roles_they_read() -> None:
-    assert (M2.has_root_role, M3.has_root_role) == (False, True)
-    assert (M2.reads("thinking_mode"), M3.reads("thinking_mode")) == (False, True)
-    assert M2.reads("model_identity") and not M3.reads("reasoning_effort")
-    assert not ChatTemplate("{{ raise_exception('no') }}").has_root_role
 
 
 def render(source: str, **kwargs: Any) -> str:

@@ -42,9 +42,14 @@ def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
     return SEEN.pop()
 
 
-def test_defaults_without_flags() -> None:
+def test_defaults_and_switches() -> None:
     assert parsed("nano") == EngineOptions(model="nano")
     assert parsed("nano", max_num_seqs=4).max_num_seqs == 4
+    for flag in ("--no-enable-prefix-caching", "--disable-radix-cache"):
+        assert not parsed("nano", flag).enable_prefix_caching
+    assert parsed("nano", "--enable-prefix-caching").enable_prefix_caching
+    for flag in ("--no-async-scheduling", "--disable-overlap-schedule"):
+        assert not parsed("nano", flag).enable_overlap
 
 
 @pytest.mark.parametrize(("flags", "field", "value"), read_table("cli_options.names_of_flags"))
@@ -53,14 +58,6 @@ def test_names_of_flags_set_their_field(flags: tuple[str, ...], field: str, valu
     for flag in flags:
         assert parsed("nano", flag, str(value)) == expected
         assert parsed(f"{flag}={value}", "nano") == expected
-
-
-def test_switches_are_on_until_switched_off() -> None:
-    for flag in ("--no-enable-prefix-caching", "--disable-radix-cache"):
-        assert not parsed("nano", flag).enable_prefix_caching
-    assert parsed("nano", "--enable-prefix-caching").enable_prefix_caching
-    for flag in ("--no-async-scheduling", "--disable-overlap-schedule"):
-        assert not parsed("nano", flag).enable_overlap
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,7 @@ def test_speculation_by_names_of_both_servers(line: str, config: dict[str, objec
     assert parsed("nano", *line.split()).speculative_config == config
 
 
-def test_refused_speculation() -> None:
+def test_refused_speculation_and_names_that_are_no_utf8() -> None:
     for value, kind in (("[1]", "list"), ("null", "null")):
         with pytest.raises(ConfigError, match=f"--speculative-config is a JSON {kind};"):
             parsed("nano", "--speculative-config", value)
@@ -107,9 +104,6 @@ def test_refused_speculation() -> None:
     assert parsed("nano", "--speculative-config", "").speculative_config is None
     with pytest.raises(ConfigError, match="allowed: eagle3, dspark, dflash, ngram"):
         parsed("nano", "--speculative-algorithm", "NEXTN")
-
-
-def test_names_that_are_no_utf8_are_refused() -> None:
     for name in ("model", "download_dir", "weight_cache"):
         with pytest.raises(ConfigError, match=r"-\w+ is 'm\\udcff', not valid UTF-8"):
             EngineOptions(**{"model": "nano", name: "m\udcff"})

@@ -146,12 +146,11 @@ def test_last_of_several_values_may_be_the_model(monkeypatch: pytest.MonkeyPatch
     assert resolve(GROUP, words).words == ["serve", "--model=nano", *names]
 
 
-def test_secrets_are_not_repeated(refused: Any) -> None:
+def test_secrets_are_not_shown_and_keys_add_up(
+    refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("--hf-token", "--ssl-keyfile-password"):
         assert "hunter2" not in refused(f"serve nano {name} hunter2")
-
-
-def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEGAMAX_API_KEY", "first, second")
     values, _ = explained("nano --api-key third")
     assert values["api-key"] == ("(not shown)", "NEGAMAX_API_KEY, --api-key")

@@ -61,7 +61,7 @@ def test_prompt_endings(template: str, thinking: ThinkingChoice, ending: str, st
     assert make_tokenizer().decode(made.token_ids, skip_special_tokens=False) == made.text
 
 
-def test_template_variables_choose_the_mode_unless_the_request_does() -> None:
+def test_the_request_chooses_the_mode_before_variables_and_the_server() -> None:
     for thinking, kwargs, ending in (
         (ThinkingChoice(), {"thinking_mode": "enabled"}, "<think>"),
         (ThinkingChoice(), {"enable_thinking": False}, "</think>"),
@@ -72,9 +72,6 @@ def test_template_variables_choose_the_mode_unless_the_request_does() -> None:
         assert made.text.endswith(f"ai:{ending}")
     with pytest.raises(InvalidRequestError, match="thinking_mode is 'off'; allowed: enabled"):
         prompt(HAS_MODES, greeting(template_kwargs={"thinking_mode": "off"}))
-
-
-def test_request_precedes_the_default_of_the_server() -> None:
     for template, default, thinking, state in (
         (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice(), "open"),
         (HAS_MODES, {"thinking_mode": "enabled"}, ThinkingChoice("disabled"), "none"),

@@ -298,11 +298,14 @@ def test_drafting_resumes_soon_after_a_few_rejected_drafts(rows: int, good: int,
         assert engine.share_of_best(phases, is_timed=True) > 0.96
 
 
-def test_explores_both_of_two_alternating_sizes() -> None:
+def test_explores_alternating_sizes_and_chooses_only_given_lengths() -> None:
     """Alternate between 4 and 5 rows, as 9 sequences in a pipeline of two stages do."""
     engine = Engine(AdaptiveDraftLength(LENGTHS), 4, noise=0.03)
     phases = [(4, 1, CURVES["low"]), (5, 1, CURVES["low"])] * 600
     assert engine.share_of_best(phases, is_timed=True) > 0.97
+    engine = Engine(AdaptiveDraftLength((1, 3)), 1, noise=0.03)
+    engine.run(600, CURVES["M3"])
+    assert set(engine.chosen) <= {0, 1, 3} and engine.chosen[-100:].count(3) > 80
 
 
 @pytest.mark.parametrize("name", ["code", "low"])
@@ -311,12 +314,6 @@ def test_untimed_steps_make_no_trials(name: str) -> None:
     for rows in (1, 16):
         engine = Engine(informed(0.04), rows, noise=0.03)
         assert engine.share_of_best([(rows, 600, CURVES[name])], is_timed=False) > 0.97
-
-
-def test_chooses_only_given_lengths() -> None:
-    engine = Engine(AdaptiveDraftLength((1, 3)), 1, noise=0.03)
-    engine.run(600, CURVES["M3"])
-    assert set(engine.chosen) <= {0, 1, 3} and engine.chosen[-100:].count(3) > 80
 
 
 def plan(scheduled: list[int], drafts: list[int], *, proposed: int) -> StepPlan:

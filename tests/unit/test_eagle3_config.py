@@ -136,16 +136,13 @@ def options(
     return EngineOptions(model=model, speculative_config=speculative, **more)
 
 
-def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> None:
+def test_a_draft_is_found_by_name_or_folder_and_serves_no_other_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(M2))
     for name in ("minimax-m2.5-eagle3", str(tmp_path)):
         draft = locate(options(name, load_format="synthetic")).draft
         assert draft is not None and draft.folder is None
         assert draft.spec.aux_layers == (2, 31, 59)
         assert isinstance(draft.spec, Eagle3Spec) and draft.spec.quantization is None
-
-
-def test_refuses_a_draft_as_the_model_to_serve_or_as_that_of_another_model() -> None:
     for config in (M2, M3, CONFIG):
         with pytest.raises(ConfigError, match="is a draft model: it proposes tokens for another"):
             registry.read_spec(config)

@@ -104,7 +104,7 @@ def test_pauses_are_filled_and_nothing_else() -> None:
     assert set(sent[first + 3 : last]) == {PING} and last == len(sent) - 2
 
 
-def test_busy_stream_has_no_pings() -> None:
+def test_busy_streams_and_clients_that_do_not_read_get_no_pings() -> None:
     times: list[float] = []  # time just before each event
 
     async def produce(write: Write, _: list[Any]) -> None:
@@ -117,12 +117,10 @@ def test_busy_stream_has_no_pings() -> None:
     has_ping = PING in sent_by(produce, seconds=0.2)
     assert not has_ping or max(after - before for before, after in pairwise(times)) > 0.2
 
-
-def test_client_that_does_not_read_gets_no_pings() -> None:
-    async def produce(*_: Any) -> None:
+    async def wait(*_: Any) -> None:
         await asyncio.sleep(0.2)
 
-    assert sent_by(produce, seconds=0.05, full=True) == [200, None]
+    assert sent_by(wait, seconds=0.05, full=True) == [200, None]
 
 
 def test_hang_up_ends_the_stream_and_its_source() -> None:

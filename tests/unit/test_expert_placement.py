@@ -83,11 +83,15 @@ def test_moves_lead_to_the_placement(size: tuple[int, int, int], data: st.DataOb
             assert sorted(slots[own]) == sorted(target[own])
 
 
-def test_what_stays_on_a_rank_keeps_its_slot() -> None:
+def test_experts_keep_their_slots_and_counts_alone_move_nothing() -> None:
     slots = [0, 1, 2, 3, 4, 5, 6, 7]
     target = best_placement([9, 8, 1, 1, 1, 1, 1, 1], slots, 2)
     assert sorted(target[:4]) != [0, 1, 2, 3] and target.index(0) == 0
     assert len(next_moves(slots, target, 2)) == 2  # Two experts exchange their slots.
+    own = ExpertBalancer(ParallelLayout(tp=2, ep=2), num_layers=3, num_experts=6, config=None)
+    steps = [own.direct() for _ in range(2 * COUNT_STEPS)]
+    assert sum(step is not None for step in steps) == 2
+    assert not any(step.moves for step in steps if step)
 
 
 def balancer(**config: int | float | bool) -> ExpertBalancer:
@@ -127,13 +131,6 @@ def test_a_rebalance_moves_experts_once_and_never_below_its_threshold() -> None:
     assert {step // 20 for step, _ in moved} == {2}  # More moves would gain nothing.
     own = balancer(step_interval=20, window_size=20, min_rebalancing_utilization_threshold=0.5)
     assert run(own, 200, SKEWED) == [] and own.stats.balancedness > 0.5
-
-
-def test_counts_alone_move_nothing_and_are_read_now_and_then() -> None:
-    own = ExpertBalancer(ParallelLayout(tp=2, ep=2), num_layers=3, num_experts=6, config=None)
-    steps = [own.direct() for _ in range(2 * COUNT_STEPS)]
-    assert sum(step is not None for step in steps) == 2
-    assert not any(step.moves for step in steps if step)
 
 
 def test_a_record_counts_between_start_and_dump() -> None:
@@ -182,15 +179,12 @@ def test_redundant_experts_are_dealt_out_evenly(redundant: int, nearest: int) ->
         check_split(ParallelLayout(tp=4, ep=4, redundant_experts=redundant), spec)
 
 
-def test_memory_of_redundant_experts_is_counted() -> None:
+def test_redundant_experts_take_memory_and_no_checkpoint_of_ranks(tmp_path: Path) -> None:
     """Count one more expert of MiniMax-M2 on each of four ranks: 14.2 MB in 62 layers."""
     spec = bundled_spec("minimax-m2")
     layouts = [ParallelLayout(tp=4, ep=4, redundant_experts=count) for count in (0, 4)]
     sizes = [weight_bytes(spec, dtype="bfloat16", layout=layout) for layout in layouts]
     assert sizes[1] - sizes[0] == pytest.approx(62 * 3 * 3072 * 1536, rel=1e-3)
-
-
-def test_a_checkpoint_of_ranks_has_no_room_for_copies(tmp_path: Path) -> None:
     sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
     for rank in range(2):
         index = tmp_path / RANK_INDEX_NAME.format(rank)

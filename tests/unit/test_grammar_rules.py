@@ -196,7 +196,7 @@ def test_tool_without_followable_schema_is_warned_of(caplog: pytest.LogCaptureFi
     assert tag_of(tools[0]) == tag_of({"name": "g0"})
 
 
-def test_recursive_schemas_end_and_those_that_grow_without_end_are_refused() -> None:
+def test_recursive_and_unlisted_names_end_or_are_refused() -> None:
     def recursive(names: Any) -> dict[str, Any]:
         tree = {"type": "object", "properties": {name: {"$ref": "#/$defs/t"} for name in names}}
         return {"$ref": "#/$defs/t", "$defs": {"t": tree}}
@@ -204,6 +204,11 @@ def test_recursive_schemas_end_and_those_that_grow_without_end_are_refused() -> 
     assert tag_of(strict_tool(**recursive("ab")), M3Calls())
     with pytest.raises(InvalidRequestError, match=TOO_LARGE):
         tag_of(strict_tool(**recursive(map(str, range(12)))), M3Calls())
+    schema = unlisted(8)
+    assert len(format_schema(schema)["grammar"]) < 20 * len(json.dumps(schema))
+    assert len(tag_of({"name": "f", "parameters": schema})) < 400_000
+    with pytest.raises(InvalidRequestError, match=TOO_LARGE):
+        tag_of({"name": "f", "parameters": schema, "strict": True}, M3Calls())
 
 
 def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
@@ -249,14 +254,6 @@ def test_expanding_schemas_are_refused_in_time(name: str, style: str) -> None:
             assert len(json.dumps(format_schema(HOSTILE[name]))) < 2 * MAX_BYTES
 
     assert is_quick(expand, 5.0)
-
-
-def test_unlisted_required_names_share_one_definition() -> None:
-    schema = unlisted(8)
-    assert len(format_schema(schema)["grammar"]) < 20 * len(json.dumps(schema))
-    assert len(tag_of({"name": "f", "parameters": schema})) < 400_000
-    with pytest.raises(InvalidRequestError, match=TOO_LARGE):
-        tag_of({"name": "f", "parameters": schema, "strict": True}, M3Calls())
 
 
 @pytest.mark.parametrize("style", [M2Calls(TAG_IDS), M3Calls()], ids=["m2", "m3"])
@@ -326,7 +323,7 @@ def test_limits_themselves_are_accepted() -> None:
         SamplingParams(min_tokens=5, max_tokens=4).check(max_logprobs=20, vocab_size=10)
 
 
-def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
+def test_defaults_fill_missing_fields_and_seeds_of_choices_wrap() -> None:
     defaults = SamplingDefaults(
         temperature=1.0, top_p=0.95, top_k=40, min_p=0.01, repetition_penalty=1.1
     )
@@ -334,9 +331,6 @@ def test_missing_fields_take_the_models_defaults_and_given_ones_stay() -> None:
     assert (resolved.temperature, resolved.top_p, resolved.top_k) == (0.5, 0.95, 40)
     assert (resolved.min_p, resolved.repetition_penalty, resolved.max_tokens) == (0.01, 1.1, 77)
     assert SamplingParams(top_k=-1, max_tokens=3).resolved(defaults, room=77).top_k == 0
-
-
-def test_seeds_of_choices_wrap_after_the_largest_seed() -> None:
     params = SamplingParams(n=3, seed=2**63 - 1, temperature=0.5)
     choices = [params.copy_for_choice(index, seed=2**63 - 1) for index in range(3)]
     assert [choice.seed for choice in choices] == [2**63 - 1, -(2**63), 1 - 2**63]
