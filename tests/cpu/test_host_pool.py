@@ -24,6 +24,7 @@ from negamax.worker.lane_wire import HeadRange, ImportBlocks, ImportDone, ReadBl
 from negamax.worker.lanes import HostKind, Lane, plan_reads
 from negamax.worker.node_sockets import connect
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
+from tests.tables import read_table
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONGER = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -199,15 +200,7 @@ def test_a_step_waits_for_copies_of_blocks_that_it_uses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enable_prefix_caching": False}, "turns off the cache"),
-        ({"index_cache_sharding": "on"}, "--index-cache-sharding on splits"),
-        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "2 splits the blocks"),
-        ({"kv_offloading_backend": "lmcache"}, "allowed: native"),
-        ({"kv_offloading_write_policy": "write_back"}, "allowed: write_through"),
-        ({"kv_offloading_size": -1.0}, "above 0"),
-    ],
+    ("options", "words"), read_table("host_pool.options_that_cannot_work_are_refused")
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

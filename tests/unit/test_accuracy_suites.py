@@ -7,6 +7,7 @@ import pytest
 from negamax.base.errors import ConfigError, InvalidRequestError
 from negamax.bench.accuracy_compare import compare, compute_chance
 from negamax.evals.suites import SUITES, Problem, extract_answer, load_problems
+from tests.tables import read_table
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -66,15 +67,7 @@ def test_a_retrieved_value_must_be_a_word_of_a_short_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "is_solved", "is_formatted"),
-    [
-        ("4 + 5 is 9.\n#### 1,250", True, True),
-        ("So $1,250.00 are left ...", True, False),
-        ("#### 1250 (and 3 more)", False, True),
-        ("#### 1250 1251", False, True),
-        ("none", False, False),
-        ("It is 1.2.5 then", False, False),
-    ],
+    ("content", "is_solved", "is_formatted"), read_table("accuracy_suites.gsm8k_answers")
 )
 def test_gsm8k_answers(tmp_path: Path, content: str, is_solved: bool, is_formatted: bool) -> None:
     file = tmp_path / "test.jsonl"

@@ -240,17 +240,6 @@ def test_other_metrics_may_have_any_value(value: str) -> None:
     assert DraftCounts.of_metrics(other + METRICS) == DraftCounts.of_metrics(METRICS)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no metrics here\n",
-        "<html><body>Not found</body></html>",
-        "vllm:num_requests_running 3\n",
-        "vllm:spec_decode_num_drafts NaN\n",
-        "vllm:spec_decode_num_accepted_tokens_per_pos 3\n",
-        'vllm:spec_decode_num_accepted_tokens_per_pos{position="x"} 3\n',
-    ],
-)
+@pytest.mark.parametrize("text", read_table("bench_serve_report.servers_without_drafts_have_none"))
 def test_servers_without_drafts_have_none(text: str) -> None:
     assert DraftCounts.of_metrics(text).summary() == {}

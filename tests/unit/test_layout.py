@@ -18,6 +18,7 @@ from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout, share
 from negamax.parallel.split import check_split, possible_splits
+from tests.tables import read_table
 
 
 @st.composite
@@ -299,16 +300,7 @@ def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "holders", "words"),
-    [
-        ("minimax-m3", 8, 2, None),
-        ("minimax-m3", 16, 4, None),
-        ("minimax-m3", 16, 2, None),
-        ("minimax-m2", 16, 2, None),
-        ("minimax-m3", 4, 2, r"on 1 of .* 4 ranks \(use .*-size 1, or --tensor-parallel-size 8\)"),
-        ("minimax-m3", 8, 4, r"on 2 of .* 8 ranks \(use .*-size 2, or --tensor-parallel-size 16\)"),
-        ("minimax-m2", 8, 2, r"on 1 of .* 8 ranks \(use .*-size 1, or --tensor-parallel-size 16\)"),
-    ],
+    ("model", "tp", "holders", "words"), read_table("layout.shards_of_replicated_heads")
 )
 def test_shards_of_replicated_heads(model: str, tp: int, holders: int, words: str | None) -> None:
     layout, spec = ParallelLayout(tp=tp, dcp=holders), bundled_spec(model)

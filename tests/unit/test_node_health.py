@@ -19,6 +19,7 @@ from negamax.engine.nodes.placement import ClusterNode, RayPlacement, Resources,
 from negamax.engine.nodes.ray_driver import find_cluster, make_paths_absolute
 from negamax.options.engine import EngineOptions
 from tests.probes import probe
+from tests.tables import read_table
 
 HOST = "127.0.0.1"
 
@@ -193,15 +194,7 @@ def test_refusals(nodes: list[tuple[float, float]], options: dict[str, Any], wor
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"node_rank": 1, "nnodes": 2}, "--node-rank is 1, and .* is ray"),
-        ({"num_replicas": 2}, "--num-replicas is 2, and .* is ray"),
-        ({"script": "agents"}, "--script runs no model, but .* is ray"),
-        ({"ray_placement_timeout": 0.0}, "--ray-placement-timeout is 0; allowed: above 0"),
-        ({"distributed_executor_backend": "external_launcher"}, "allowed: mp, ray"),
-        ({"nnodes": 3, "data_parallel_size": 2}, "divided equally over --nnodes 3"),
-    ],
+    ("options", "words"), read_table("node_health.options_incompatible_with_ray_are_refused")
 )
 def test_options_incompatible_with_ray_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

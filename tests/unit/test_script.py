@@ -15,6 +15,7 @@ from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.script import ScriptedAnswers, find_new_messages, read_script
 from negamax.text.tokenizer import Tokenizer
+from tests.tables import read_table
 
 TOKENIZER = Tokenizer.from_folder(EMBEDDED["nano"])
 TEMPLATE = ChatTemplate.from_folder(EMBEDDED["nano"])
@@ -88,18 +89,7 @@ def test_rules_match_messages_since_the_last_answer() -> None:
     assert "sunny" in text and "Be brief" in text and "weather" not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rule = 1", "not valid"),
-        ("[[rule]]\nmesage = 'x'", "mesage"),
-        ("[[rule]]\nmessage = '('", "not valid"),
-        ("[[rule]]\nrole = 'system'", "role"),
-        ("rule = []", "needs at least one rule"),
-        ("tokens_per_second = 0.0\n[[rule]]", "tokens_per_second"),
-        ("[[rule", "not valid"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), read_table("script.broken_scripts_are_refused"))
 def test_broken_scripts_are_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "script.toml"
     file.write_text(text)
