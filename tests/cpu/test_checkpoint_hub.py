@@ -18,6 +18,7 @@ from negamax.checkpoint import huggingface
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.licence import log_licence
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
+from tests.tables import read_table
 
 FILES = {
     "config.json": b'{"model_type": "minimax_m2"}',
@@ -235,24 +236,7 @@ def test_weights_of_refused_or_synthetic_models_are_not_fetched(
     assert "config.json" in hub.served and "model-00000-of-00001.safetensors" not in hub.served
 
 
-CARDS = [
-    ("lab/model", {}, r"not named on the model's card, see {hub}/lab/model"),
-    ("lab/model", {"license": "mit"}, r"mit, see {hub}/lab/model"),
-    (
-        "lab/model",
-        {"license": "other", "license_name": "lab-1", "license_link": "LICENSE-MODEL"},
-        r"lab-1, see {hub}/lab/model/blob/{commit}/LICENSE-MODEL",
-    ),
-    (
-        "lab/model",
-        {"license_name": "m", "license_link": "https://x/y", "base_model": "X/MiniMax-M2.7"},
-        r"m, see https://x/y; it prohibits commercial use without a prior written .* MiniMax",
-    ),
-    ("lab/MiniMax-M2.7", {"license": "other"}, r"other, see {hub}/lab/MiniMax-M2.7; it proh.*"),
-]
-
-
-@pytest.mark.parametrize(("model", "card", "line"), CARDS)
+@pytest.mark.parametrize(("model", "card", "line"), read_table("checkpoint_hub.cards"))
 def test_licence_lines(
     hub: TinyHub,
     tmp_path: Path,

@@ -23,39 +23,16 @@ from tests.e2e.api_support import (
     stream,
 )
 from tests.e2e.conftest import MODEL, eventually, serving
+from tests.tables import read_table
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = DEPLOY / "grafana" / "negamax.json"
 ALERTS = DEPLOY / "alerts.yml"
 METRIC = re.compile(r"\b(?:vllm|sglang|negamax):\w+")
-VLLM = (
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
-    "gpu_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
-    "gpu_prefix_cache_queries_total", "gpu_prefix_cache_hits_total", "prompt_tokens_total",
-    "prompt_tokens_cached_total", "generation_tokens_total", "request_success_total",
-    "num_preemptions_total", "time_to_first_token_seconds_bucket",
-    "inter_token_latency_seconds_bucket", "time_per_output_token_seconds_bucket",
-    "request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket",
-    "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
-    "request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket",
-    "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
-    "request_params_max_tokens_bucket", "request_params_n_bucket",
-    "iteration_tokens_total_bucket", "cache_config_info", "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
-    "tool_call_parser_invocations_total", "request_max_num_generation_tokens_bucket",
-    "num_requests_swapped", "lora_requests_info",
-)  # fmt: skip
+VLLM = read_table("api_metrics.vllm")
 # These metrics have no samples at first.
 WITHOUT_SAMPLES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:admission_rejections")
-SGLANG = (
-    "num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens",
-    "max_total_num_tokens", "gen_throughput", "cache_hit_rate", "prompt_tokens_total",
-    "generation_tokens_total", "cached_tokens_total", "num_requests_total",
-    "num_aborted_requests_total", "time_to_first_token_seconds_bucket",
-    "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket",
-    "queue_time_seconds_bucket", "spec_accept_length", "spec_accept_rate", "num_retracted_reqs",
-    "utilization", "cache_config_info",
-)  # fmt: skip
+SGLANG = read_table("api_metrics.sglang")
 
 
 def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:

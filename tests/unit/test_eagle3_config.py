@@ -20,18 +20,7 @@ from tests.tables import read_table
 from tests.tiny_draft import as_speculators
 
 # config.json of thoughtworks/MiniMax-M2.5-Eagle3, written by SpecForge
-M2: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 200064,
-    "draft_vocab_size": 32000, "hidden_size": 3072, "num_hidden_layers": 1, "head_dim": 128,
-    "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192,
-    "max_position_embeddings": 196608, "rope_theta": 5000000, "rope_scaling": None,
-    "rms_norm_eps": 1e-06, "hidden_act": "silu", "attention_bias": False,
-    "tie_word_embeddings": False, "pretraining_tp": 1, "torch_dtype": "bfloat16",
-    "bos_token_id": 200034, "eos_token_id": 200020, "initializer_range": 0.02, "use_cache": True,
-    "eagle_config": {
-        "eagle_aux_hidden_state_layer_ids": [1, 30, 58], "use_aux_hidden_state": True,
-    },
-}  # fmt: skip
+M2: dict[str, Any] = read_table("configs.minimax_m2.5_eagle3")
 # config.json of Inferact/MiniMax-M3-EAGLE3, written by TorchSpec
 M3 = M2 | {
     "architectures": ["Eagle3LlamaForCausalLM"], "hidden_size": 6144, "intermediate_size": 18432,
@@ -389,31 +378,7 @@ def test_refusals_name_value_limit_and_remedy(fields: Any, words: str) -> None:
 
 
 PUBLISHED = find_bundled_draft("minimax-m3.1-dspark")
-COMMON, OWN, M31, FLASH, TARGET = json.loads("""[
-{
-    "vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 5, "num_attention_heads": 64,
-    "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000,
-    "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16"
-}, {
-    "dspark_block_size": 7, "dspark_noise_token_id": 200058, "dspark_markov_rank": 256,
-    "dspark_target_layer_ids": [3, 17, 31, 45, 59], "dspark_ffn_hidden_size": 12288,
-    "dspark_hybrid_context_fusion": false, "dspark_markov_head_type": "vanilla",
-    "dspark_use_dense_ffn": true, "enable_confidence_head": true,
-    "confidence_head_with_markov": true
-}, {
-    "architectures": ["DSparkMiniMaxDraftModel"], "hidden_act": "swigluoai", "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0, "sliding_window": 4096, "use_gemma_norm": true,
-    "quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
-}, {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu",
-    "intermediate_size": 12288, "block_size": 8, "num_target_layers": 60,
-    "dflash_config": {"mask_token_id": 200058, "target_layer_ids": [1, 30, 58]}
-}, {
-    "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3",
-    "num_hidden_layers": 60, "intermediate_size": 3072, "num_local_experts": 128,
-    "num_experts_per_tok": 4, "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0, "shared_intermediate_size": 3072
-}]""")
+COMMON, OWN, M31, FLASH, TARGET = read_table("configs.dspark")
 SLIDING = ["sliding_attention"] * 5
 M31, FLASH = COMMON | OWN | M31 | {"layer_types": SLIDING}, COMMON | FLASH
 

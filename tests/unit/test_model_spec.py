@@ -28,73 +28,13 @@ from tests import quantization_descriptions as described
 from tests.tables import read_table
 
 Config = dict[str, Any]
-FP8 = {
-    "activation_scheme": "dynamic",
-    "fmt": "float8_e4m3fn",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-}
-M2: Config = {
-    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200064,
-    "hidden_size": 3072, "num_hidden_layers": 62, "num_attention_heads": 48, "head_dim": 128,
-    "num_key_value_heads": 8, "rotary_dim": 64, "rope_theta": 5000000, "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 196608, "intermediate_size": 1536, "num_local_experts": 256,
-    "num_experts_per_tok": 8, "attn_type_list": [1] * 62, "hidden_act": "silu",
-    "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer",
-    "use_routing_bias": True, "tie_word_embeddings": False, "shared_intermediate_size": 0,
-    "sliding_window": None, "torch_dtype": "bfloat16", "quantization_config": FP8,
-    "bos_token_id": None, "eos_token_id": None, "layernorm_full_attention_beta": 1.0,
-    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
-    # These fields have no influence on inference.
-    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2"},
-    "initializer_range": 0.02, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1,
-    "num_mtp_modules": 3, "output_router_logits": False, "router_aux_loss_coef": 0.001,
-    "router_jitter_noise": 0.0, "shared_moe_mode": "sigmoid", "transformers_version": "4.46.1",
-    "use_cache": True, "use_mtp": True,
-}  # fmt: skip
-PATTERN = [0] * 3 + [1] * 57
-SPARSE: Config = {
-    "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 4,
-    "sparse_topk_blocks": 16, "sparse_block_size": 128, "sparse_disable_index_value": PATTERN,
-    "sparse_score_type": "max", "sparse_init_block": 0, "sparse_local_block": 1,
-    "sparse_attention_freq": PATTERN,
-}  # fmt: skip
-M3_TEXT: Config = {
-    "architectures": ["MiniMaxM3SparseForCausalLM"], "vocab_size": 200064, "hidden_size": 6144,
-    "num_hidden_layers": 60, "num_attention_heads": 64, "head_dim": 128, "num_key_value_heads": 4,
-    "rotary_dim": 64, "partial_rotary_factor": 0.5, "rope_theta": 5000000, "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 1048576, "intermediate_size": 3072, "num_local_experts": 128,
-    "num_experts_per_tok": 4, "dense_intermediate_size": 12288, "moe_layer_freq": PATTERN,
-    "shared_intermediate_size": 3072, "n_shared_experts": 1, "routed_scaling_factor": 2.0,
-    "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "swigluoai",
-    "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_head",
-    "use_gemma_norm": True, "use_routing_bias": True, "tie_word_embeddings": False,
-    "attention_output_gate": False, "sparse_attention_config": SPARSE, "dtype": "bfloat16",
-    "bos_token_id": 200034, "eos_token_id": 200020, "num_mtp_modules": 1,
-}  # fmt: skip
-M3_AROUND: Config = {
-    "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
-    "auto_map": {"AutoConfig": "configuration_minimax_m3_vl.MiniMaxM3VLConfig"},
-    "image_seq_length": 576, "image_token_index": 200025, "num_reward_heads": 0,
-    "img_token_compression_config": {"image_token_compression_method": "patch_merge"},
-    "multimodal_projector_bias": True, "process_image_mode": "dynamic_res",
-    "projector_hidden_act": "gelu", "projector_hidden_size": 6144, "torch_dtype": "bfloat16",
-    "transformers_version": "4.52.4", "video_token_index": 200026, "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "full",
-    "vision_config": {
-        "model_type": "clip_vision_model", "hidden_size": 1280, "num_hidden_layers": 32,
-        "num_attention_heads": 16, "intermediate_size": 5120, "patch_size": 14,
-        "image_size": 2016, "num_channels": 3, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
-        "projection_dim": 6144, "position_embedding_type": "rope", "rope_mode": "3d",
-        "rope_theta": 10000.0, "vision_segment_max_frames": 4,
-        "img_token_compression_config": {
-            "image_token_compression_method": "patch_merge", "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-    },
-}  # fmt: skip
-M3: Config = {**M3_AROUND, "text_config": M3_TEXT}
+# config.json of MiniMaxAI/MiniMax-M2 and MiniMaxAI/MiniMax-M3
+M2: Config = read_table("configs.minimax_m2")
+M3: Config = read_table("configs.minimax_m3")
+M3_TEXT: Config = M3["text_config"]
+M3_AROUND: Config = {name: value for name, value in M3.items() if name != "text_config"}
+SPARSE: Config = M3_TEXT["sparse_attention_config"]
+FP8, PATTERN = M2["quantization_config"], SPARSE["sparse_attention_freq"]
 EVERY = [1] * 60
 M31: Config = {
     **M3_AROUND,
