@@ -247,10 +247,15 @@ def test_refused_combinations_and_misspelt_inner_fields_name_the_remedy() -> Non
     assert "'include_usage'" in error.message
 
 
-def test_answer_carries_the_id_the_client_chose() -> None:
+def test_answers_carry_the_clients_id_and_deltas_only_new_fields() -> None:
     assert chat(request_id="a-1").answer_id("chatcmpl") == "chatcmpl-a-1"
     assert chat(rid="a-2").answer_id("chatcmpl") == "chatcmpl-a-2"
     assert len({chat().answer_id("chatcmpl") for _ in range(3)}) == 3
+    choice = json.loads(encode(ChatChunkChoice(0, Delta(content="x"))))
+    always = {"logprobs": None, "finish_reason": None}
+    assert choice == {"index": 0, "delta": {"content": "x"}, **always}
+    call = ToolCall(index=1, function=FunctionCall(arguments="{"))
+    assert json.loads(encode(call)) == {"index": 1, "function": {"arguments": "{"}}
 
 
 @pytest.mark.parametrize(
@@ -258,14 +263,6 @@ def test_answer_carries_the_id_the_client_chose() -> None:
 )
 def test_other_prompts_are_refused(prompt: object) -> None:
     assert (refusal(CompletionRequest, {"prompt": prompt}).param or "").startswith("prompt")
-
-
-def test_delta_has_only_new_fields() -> None:
-    choice = json.loads(encode(ChatChunkChoice(0, Delta(content="x"))))
-    always = {"logprobs": None, "finish_reason": None}
-    assert choice == {"index": 0, "delta": {"content": "x"}, **always}
-    call = ToolCall(index=1, function=FunctionCall(arguments="{"))
-    assert json.loads(encode(call)) == {"index": 1, "function": {"arguments": "{"}}
 
 
 def test_every_ignored_and_refused_field_is_documented() -> None:

@@ -50,18 +50,7 @@ def measured(*records: ResponseRecord, seconds: float = 2.0) -> Measurement:
     return Measurement("nano", records, seconds, notes=())
 
 
-def test_distributions_have_the_wanted_percentiles() -> None:
-    found = distribution([4.0, 1.0, 3.0, 2.0], (95, 99.9))
-    expected = {
-        "mean": 2.5, "median": 2.5, "std": 1.25**0.5, "p95": 3.85, "p99.9": 3.997, "max": 4.0,
-    }  # fmt: skip
-    assert list(found) == list(expected)
-    assert found == pytest.approx(expected)
-    assert all(type(value) is float for value in found.values())  # JSON has no NumPy values
-    assert distribution([], (95,)) == {}
-
-
-def test_metrics_of_one_request() -> None:
+def test_metrics_of_one_request_and_percentiles_of_many() -> None:
     request = record(0.5, 0.6, 0.9, 1.3, output=9)
     assert ttft(request) == pytest.approx(0.5)
     # The time per token is divided by the server's count of nine tokens, not by four chunks.
@@ -76,6 +65,14 @@ def test_metrics_of_one_request() -> None:
     assert "mean_tpot_ms" not in summarize(measured(record(0.5, output=1)), OPTIONS)
     # an answer without visible text has its first token at its end
     assert ttft(ResponseRecord(0, started=1.0, ended=3.0, output_tokens=5)) == 2.0
+    found = distribution([4.0, 1.0, 3.0, 2.0], (95, 99.9))
+    expected = {
+        "mean": 2.5, "median": 2.5, "std": 1.25**0.5, "p95": 3.85, "p99.9": 3.997, "max": 4.0,
+    }  # fmt: skip
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected)
+    assert all(type(value) is float for value in found.values())  # JSON has no NumPy values
+    assert distribution([], (95,)) == {}
 
 
 def test_totals_count_good_requests_only() -> None:
@@ -103,7 +100,7 @@ def test_peak_concurrency_and_output_per_second() -> None:
     assert output_per_second([record(0.5, 1.5, 2.5, 2.6, output=8)]) == [2.0, 2.0, 4.0]
 
 
-def test_block_has_the_lines_that_scripts_look_for() -> None:
+def test_block_has_the_lines_that_scripts_look_for_and_says_what_it_counted() -> None:
     options = BenchOptions(max_concurrency=8, request_rate=2.5, goodput={"ttft": 500.0})
     full = failed("HTTP 429", "Retry-After 1: full")
     runs = measured(record(0.5, 0.7, output=3), full, failed("HTTP 429"))
@@ -112,9 +109,6 @@ def test_block_has_the_lines_that_scripts_look_for() -> None:
     assert lines[1] == "Successful requests:                     1"
     for start in read_table("bench_serve_report.lines_of_the_block"):
         assert start in lines
-
-
-def test_block_says_how_tokens_were_counted() -> None:
     reported = block(summarize(measured(record(0.5, 0.7, output=3)), OPTIONS), OPTIONS)
     assert "Output tokens: as the server's usage reports them." in reported
     assert "each gap between chunks counts once (1.50 tokens per chunk on average)" in reported
@@ -161,7 +155,7 @@ def result(**changes: Any) -> dict[str, Any]:
     return names | load | times | {"output_throughput": 1234.5} | changes
 
 
-def test_runs_of_one_label_or_model_are_a_series_by_rising_load() -> None:
+def test_runs_of_a_label_are_a_series_and_a_line_each_in_the_table() -> None:
     runs = [
         result(label="a", max_concurrency=16),
         result(label="b", max_concurrency=None, request_rate=2.0),
@@ -173,9 +167,6 @@ def test_runs_of_one_label_or_model_are_a_series_by_rising_load() -> None:
     assert found == {"a": ["4", "16"], "b": ["0.5/s", "2/s", "all at once"]}
     names = [series.name for series in group([result(), result(model_id="n")])]
     assert names == ["vllm, m", "vllm, n"]
-
-
-def test_table_has_a_line_per_run() -> None:
     lines = table(group([result(), result(max_concurrency=8, failed=2, p99_tpot_ms=9.0)]))
     assert [line.split() for line in lines.splitlines()[1:]] == [
         ["vllm", "4", "10", "-", "1,234.5", "20.00", "30.00", "5.00", "-"],

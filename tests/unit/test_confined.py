@@ -231,17 +231,7 @@ def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
     assert made == ask("x", "x", [text("x")] * len(words), tool("f", description="x"))
 
 
-def test_names_between_brackets_of_the_template_are_no_tokens() -> None:
-    source = (
-        "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments %}"
-        "<{{ k }}>{% endfor %}{% endfor %}{% endfor %}"
-    )
-    messages = [user("a"), ai("", call("f", id="1", reponame=1, fim_prefix=2))]
-    asked = Conversation(messages=messages, add_generation_prompt=False)
-    assert added(prompt(asked, ChatTemplate(source))) == []
-
-
-def test_escapes_pass_json_of_ascii_and_messages_of_errors() -> None:
+def test_escapes_pass_json_errors_and_brackets_of_the_template() -> None:
     template = ChatTemplate("]~b]{{ messages[0].content | tojson(ensure_ascii=True) }}[e~[")
     made = prompt([user("é]~b]🙂\\udfff")], template)
     assert made.text == ']~b]"\\u00e9]~b]\\ud83d\\ude42\\\\udfff"[e~['
@@ -250,6 +240,13 @@ def test_escapes_pass_json_of_ascii_and_messages_of_errors() -> None:
         with pytest.raises(InvalidRequestError) as refused:
             prompt([user("a[e~[")], ChatTemplate(f"{{{{ {source} }}}}"))
         str(refused.value).encode()
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{% for k in c.function.arguments %}"
+        "<{{ k }}>{% endfor %}{% endfor %}{% endfor %}"
+    )
+    messages = [user("a"), ai("", call("f", id="1", reponame=1, fim_prefix=2))]
+    asked = Conversation(messages=messages, add_generation_prompt=False)
+    assert added(prompt(asked, ChatTemplate(source))) == []
 
 
 def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:

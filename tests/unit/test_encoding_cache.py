@@ -164,7 +164,7 @@ def test_cached_parts_are_shared_only_within_a_salt() -> None:
     assert costs == [True, True, False, False, False, True]
 
 
-def test_bytes_are_bounded_and_the_latest_used_parts_stay() -> None:
+def test_bytes_are_bounded_and_large_parts_drop_no_others() -> None:
     tokenizer = counting()
     cache = EncodingCache(tokenizer, max_bytes=100_000)
     kept = "]~b]user\n" + "Keep this. " * 50
@@ -177,9 +177,6 @@ def test_bytes_are_bounded_and_the_latest_used_parts_stay() -> None:
     tokenizer.num_chars = 0
     cache.encode(kept)
     assert tokenizer.num_chars < 20
-
-
-def test_part_too_large_for_the_cache_drops_no_other() -> None:
     cache = EncodingCache(make_tokenizer(), max_bytes=10_000)
     cache.encode("]~b]" + "Keep this. " * 50)
     kept = cache.num_bytes

@@ -70,7 +70,7 @@ def make_reasoning(closing_ids: tuple[int, ...] = (5,)) -> Reasoning:
     return Reasoning(state="open", **markers, closing_ids=closing_ids, max_newlines=3)
 
 
-def test_accepts_valid_grammars_and_budgets_in_range() -> None:
+def test_valid_grammars_and_budgets_are_constraints() -> None:
     check(SamplingParams(grammar=Grammar(kind="json_object")))
     check(SamplingParams(grammar=Grammar(kind="json_schema", text=nested(MAX_NESTING - 1))))
     for params in (
@@ -80,9 +80,6 @@ def test_accepts_valid_grammars_and_budgets_in_range() -> None:
     ):
         with pytest.raises(InvalidRequestError):
             check(params)
-
-
-def test_constraints_of_budgets_and_schemas() -> None:
     reasoning = make_reasoning()
     assert SamplingParams(reasoning=reasoning, thinking_token_budget=0).is_constrained
     assert not SamplingParams(thinking_token_budget=5).is_constrained
@@ -103,7 +100,7 @@ def format_schema(schema: Any) -> dict[str, Any]:
     return content_format(Grammar(kind="json_schema", text=text), Budget(), CALL_STYLES)
 
 
-def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
+def test_open_reasoning_is_no_part_of_a_grammar_and_nothing_is_unless_asked() -> None:
     content = Grammar(kind="json_object")
     alone = json.loads(structural_tag(content, None, CALL_STYLES))["format"]
     after = json.loads(structural_tag(content, make_reasoning(), CALL_STYLES))["format"]
@@ -112,6 +109,12 @@ def test_an_open_reasoning_is_not_part_of_the_grammar() -> None:
     compact = Grammar(kind="json_object", compact=True)
     assert "space ::=" not in structural_tag(compact, None, CALL_STYLES)
     assert "space ::=" in alone["grammar"]
+    tools, style = [{"type": "function", "function": {"name": "f"}}], M2Calls(TAG_IDS)
+    assert tool_grammar(tools, style) is None
+    assert tool_grammar([], style) is None
+    content = Grammar(kind="json_object")
+    assert tool_grammar([], style, content=content) is content
+    assert tool_grammar(tools, style, parallel=False) is not None
 
 
 def row_of(formats: list[Any]) -> str:
@@ -263,15 +266,6 @@ def test_a_large_honest_schema_is_followed(style: CallStyle) -> None:
     definitions = {f"part{i}": part for i in range(300)}
     tool = strict_tool(type="object", properties=properties, **{"$defs": definitions})
     assert len(tag_of(tool, style)) < 700_000
-
-
-def test_nothing_is_enforced_unless_asked() -> None:
-    tools, style = [{"type": "function", "function": {"name": "f"}}], M2Calls(TAG_IDS)
-    assert tool_grammar(tools, style) is None
-    assert tool_grammar([], style) is None
-    content = Grammar(kind="json_object")
-    assert tool_grammar([], style, content=content) is content
-    assert tool_grammar(tools, style, parallel=False) is not None
 
 
 @pytest.mark.parametrize("options", [{"choice": "required"}, {"choice": "auto", "parallel": False}])

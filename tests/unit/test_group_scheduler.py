@@ -63,7 +63,7 @@ def test_prompts_of_one_step_are_spread_over_the_ranks() -> None:
     assert long.of_all == StepSize(32, 3, 0, False)
 
 
-def test_a_request_goes_where_its_prefix_is_until_that_costs_more() -> None:
+def test_a_request_goes_where_its_prefix_or_a_row_is() -> None:
     scheduler = group(2, num_blocks=512, max_num_seqs=16)
     common = [5] * 200
     scheduler.add(request("other", [4] * 4))
@@ -77,9 +77,6 @@ def test_a_request_goes_where_its_prefix_is_until_that_costs_more() -> None:
         found.append([len(plan.new_rows) for plan in step(scheduler)])
     assert found[0] == [0, 1]  # 200 cached tokens outweigh one more row.
     assert [1, 0] in found  # Many more rows outweigh the cached tokens.
-
-
-def test_a_rank_without_room_leaves_requests_to_the_others_and_to_the_queue() -> None:
     scheduler = group(2, max_num_seqs=1)
     for name in ("a", "b", "c"):
         scheduler.add(request(name, [3] * 8))

@@ -193,7 +193,7 @@ def test_each_load_under_way_keeps_a_slot_for_its_sequence() -> None:
     assert [row.num_computed for row in scheduler.next_plan().new_rows] == [16] * 3
 
 
-def test_requests_with_the_same_prefix_share_a_load() -> None:
+def test_equal_prefixes_share_a_load_and_another_salt_or_token_finds_nothing() -> None:
     scheduler = make_tier(num_blocks=24, num_host_blocks=60)
     for name in "abcde":
         run_alone(scheduler, name, 20 if name == "a" else 32)
@@ -206,9 +206,6 @@ def test_requests_with_the_same_prefix_share_a_load() -> None:
     assert scheduler.end("1", "abort") is not None and scheduler.num_waiting == 2
     scheduler.commit(plan, msgspec.structs.replace(make_result(plan), loaded_step=plan.step_id))
     assert [row.num_computed for row in scheduler.next_plan().new_rows] == [20, 20]
-
-
-def test_another_salt_or_token_finds_nothing_in_host_memory() -> None:
     scheduler = make_tier(num_host_blocks=32)
     for name, length in (("a", 20), ("b", 32)):
         run_alone(scheduler, name, length)

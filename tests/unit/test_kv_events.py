@@ -88,9 +88,15 @@ def test_bad_configs_are_refused(given: dict[str, Any], num_ranks: int, part: st
     assert refused.value.exit_code == 2
 
 
-def test_events_without_a_prefix_cache_are_refused() -> None:
+def test_events_need_a_prefix_cache_and_a_free_address() -> None:
     with pytest.raises(ConfigError, match="--no-enable-prefix-caching turns the cache off"):
         EngineOptions("nano", enable_prefix_caching=False, kv_events_config=ENABLED)
+    publisher = make_publisher()
+    try:
+        with pytest.raises(ConfigError, match=r"cannot listen at endpoint tcp.*in use"):
+            EventPublisher(publisher._config, 0)
+    finally:
+        publisher.close()
 
 
 def make_changes(tokens: list[int], *, salt: str = "", stop: int | None = None) -> CacheLog:
@@ -356,12 +362,3 @@ def test_peers_that_never_read_share_the_batches_and_large_frames_are_refused() 
             large.connect(endpoint)
             large.send(b"\2" * 2**20)
             assert monitor.poll(5000)
-
-
-def test_an_address_in_use_is_refused() -> None:
-    publisher = make_publisher()
-    try:
-        with pytest.raises(ConfigError, match=r"cannot listen at endpoint tcp.*in use"):
-            EventPublisher(publisher._config, 0)
-    finally:
-        publisher.close()

@@ -86,12 +86,22 @@ def test_stages_hold_the_layers_that_a_partition_gives_them() -> None:
         stages[0].layers(9)
 
 
-def test_real_m2_shards() -> None:
-    """Check TP16 with 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads."""
+def test_kv_heads_are_copied_to_ranks_or_shared_out() -> None:
+    """Ranks of TP16 hold copies of 8 KV heads, or shard the blocks of 4 KV heads."""
     ranks = [ParallelLayout(rank=rank, tp=16) for rank in range(16)]
     assert [list(r.attention.kv_heads(8)) for r in ranks] == [[rank // 2] for rank in range(16)]
     assert {len(r.attention.heads(48)) for r in ranks} == {3}
     assert {len(r.vocab(200_064)) for r in ranks} == {12_504}
+    # Four of 16 ranks hold each of four KV heads, and pairs of ranks shard its blocks.
+    for rank in range(16):
+        view = ParallelLayout(rank=rank, tp=16, dcp=2).attention
+        assert view.cache_ranks == (rank - rank % 2, rank - rank % 2 + 1)
+        assert view.ranks[view.rank] == view.cache_ranks[view.cache_rank] == rank
+        others = [ParallelLayout(rank=each, tp=16, dcp=2).attention for each in view.cache_ranks]
+        assert {each.kv_heads(4) for each in others} == {view.kv_heads(4)}
+        assert [head for each in others for head in each.heads(64)] == list(view.cache_heads(64))
+    with pytest.raises(ConfigError, match="groups of 3"):
+        ParallelLayout(tp=8, dcp=3)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +140,6 @@ def test_undivided_heads_and_models_without_dcp_are_refused(
     monkeypatch.setattr(type(M2), "supports_dcp", False)
     with pytest.raises(ConfigError, match=r"KV cache of MiniMaxM2ForCausalLM cannot be sharded"):
         check_split(ParallelLayout(tp=16, dcp=2), M2)
-
-
-def test_neighbours_share_out_the_cache_of_a_kv_head() -> None:
-    """Four of 16 ranks hold each of four KV heads, and pairs of ranks shard its blocks."""
-    for rank in range(16):
-        view = ParallelLayout(rank=rank, tp=16, dcp=2).attention
-        assert view.cache_ranks == (rank - rank % 2, rank - rank % 2 + 1)
-        assert view.ranks[view.rank] == view.cache_ranks[view.cache_rank] == rank
-        others = [ParallelLayout(rank=each, tp=16, dcp=2).attention for each in view.cache_ranks]
-        assert {each.kv_heads(4) for each in others} == {view.kv_heads(4)}
-        assert [head for each in others for head in each.heads(64)] == list(view.cache_heads(64))
-    with pytest.raises(ConfigError, match="groups of 3"):
-        ParallelLayout(tp=8, dcp=3)
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -125,13 +125,17 @@ def test_a_leading_think_block_is_reasoning(content: str, reasoning: str | None,
         assert found == (reasoning, rest)
 
 
-def test_explicit_reasoning_keeps_think_tags_in_the_content_unless_they_repeat_it() -> None:
+def test_think_tags_and_lone_surrogates_stay_text() -> None:
     message = normalize(ai("<think>a</think>b", reasoning_content="other"))
     assert (message["reasoning_content"], message["content"]) == ("other", "<think>a</think>b")
     message = normalize(ai("<think>\na\n</think>\n\nb", reasoning="a"))
     assert (message["reasoning_content"], message["content"]) == ("a", "b")
     quoted = "Put it in <think>here</think> please."
     assert quoted in M2.render(normalize_messages([user("x"), ai(quoted), user("y")]))
+    calls = ai("", raw_call('{"a": "\\ud83d"}'))
+    loop = [user("a\ud83db"), calls, result("\ude00 \ud83d\ude00")]
+    prompt = M2.render(normalize_messages(loop))
+    assert "a\ufffdb" in prompt and '"a">\ufffd<' in prompt and "\ufffd \U0001f600" in prompt
 
 
 @pytest.mark.parametrize(
@@ -202,19 +206,21 @@ def test_refuses_parts_that_the_model_could_see(kind: str) -> None:
     assert normalize_messages([document], family=MINIMAX_M3_FAMILY)
 
 
-def test_lone_surrogates_become_replacement_characters() -> None:
-    calls = ai("", raw_call('{"a": "\\ud83d"}'))
-    loop = [user("a\ud83db"), calls, result("\ude00 \ud83d\ude00")]
-    prompt = M2.render(normalize_messages(loop))
-    assert "a\ufffdb" in prompt and '"a">\ufffd<' in prompt and "\ufffd \U0001f600" in prompt
-
-
-def test_tool_results_are_put_in_call_order() -> None:
+def test_tool_results_are_put_in_call_order_and_truncated_calls_left_out() -> None:
     calls = ai("", *(call(id=id) for id in "abc"))
     messages = [user("x"), calls, *(result(id, id=id) for id in "cab"), user("y")]
     assert [content for _, content in contents(messages)] == ["x", "", "a", "b", "c", "y"]
     again = [ai("", call()), result("1"), ai("", call()), result("2")]  # Ids may repeat.
     assert [content for _, content in contents(again)] == ["", "1", "", "2"]
+    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]
+    whole, cut = call(id="1"), raw_call('{"a": "b', id="2")
+    read = normalize_messages([user("x"), ai("text", whole, cut), result("r", id="1"), user("y")])
+    assert [one["id"] for one in read[1]["tool_calls"]] == ["1"]
+    assert [message["role"] for message in read] == ["user", "assistant", "tool", "user"]
+    _, alone, _ = normalize_messages([user("x"), ai("text", cut), user("y")])
+    assert "tool_calls" not in alone and alone["content"] == "text"
+    answered = [user("x"), ai("", cut), result("Broken call.", id="2"), user("y")]
+    assert len(normalize_messages(answered)[1]["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,18 +231,6 @@ def test_refuses_bad_conversations_by_position(messages: Any, problem: str) -> N
         normalize_messages(messages)
     assert problem in str(error.value)
     assert error.value.param is not None and error.value.param.startswith("messages")
-
-
-def test_truncated_calls_without_a_result_are_left_out() -> None:
-    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]
-    whole, cut = call(id="1"), raw_call('{"a": "b', id="2")
-    read = normalize_messages([user("x"), ai("text", whole, cut), result("r", id="1"), user("y")])
-    assert [one["id"] for one in read[1]["tool_calls"]] == ["1"]
-    assert [message["role"] for message in read] == ["user", "assistant", "tool", "user"]
-    _, alone, _ = normalize_messages([user("x"), ai("text", cut), user("y")])
-    assert "tool_calls" not in alone and alone["content"] == "text"
-    answered = [user("x"), ai("", cut), result("Broken call.", id="2"), user("y")]
-    assert len(normalize_messages(answered)[1]["tool_calls"]) == 1
 
 
 def make_history(kind: str, count: int) -> list[Message]:

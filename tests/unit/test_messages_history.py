@@ -68,7 +68,7 @@ def test_billing_line_of_claude_code_does_not_change_the_prompt() -> None:
     assert first[0] == {"role": "system", "content": "You are Claude Code."}
 
 
-def test_thinking_text_and_calls_become_one_assistant_message_before_its_results() -> None:
+def test_thinking_text_and_calls_become_one_message_before_their_results() -> None:
     signed = {"type": "thinking", "thinking": "First a look.", "signature": "from somewhere else"}
     made = history(
         user(text("Read both")),
@@ -84,9 +84,6 @@ def test_thinking_text_and_calls_become_one_assistant_message_before_its_results
     assert arguments == [{"path": "a"}, {"path": "b"}]
     assert results_of(made) == ["A\nmore", "B"]
     assert made.places == ["messages[0]", "messages[1]", "messages[3]", "messages[4]"]
-
-
-def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     made = history(user(text("Which line?")), assistant(text(words)), user(text("Thanks")))
     message = normalize_messages(made.messages)[1]
@@ -94,7 +91,7 @@ def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
-def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -> None:
+def test_results_keep_their_reminders_failures_and_tabs() -> None:
     reminder = text("<system-reminder>\nThe list is empty.\n</system-reminder>")
     last = user(reminder, result(1, "done"), text("Now stop."))
     made = history(user(text("Go")), assistant(call(1)), last)
@@ -103,6 +100,23 @@ def test_reminders_beside_results_stay_with_them_and_other_text_is_the_users() -
     assert results_of(made) == [f"done\n\n{reminder['text']}"]
     assert normal[3]["content"] == "Now stop."
     assert [role for role, _ in shown(user(reminder, text("Go")))] == ["user"]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+    last = user(
+        result(1, "no such file", is_error=True),
+        result(2, "<tool_use_error>cancelled</tool_use_error>", is_error=True),
+        result(3, [text("a picture:"), image]),
+        result(4, None, is_error=True),
+    )
+    made = history(user(text("Go")), assistant(call(1), call(2), call(3), call(4)), last)
+    first, cancelled, picture, empty = results_of(made)
+    assert (first, empty) == ("Error: no such file", "Error")
+    assert cancelled == "<tool_use_error>cancelled</tool_use_error>"
+    assert picture.startswith("a picture:\n[an image")
+    news = {"tab_id": "1", "title": "News", "url": "https://a.example", "active": True}
+    state = {"type": "browser_state", "tabs": [news, {"tab_id": "2", "title": "", "url": ""}]}
+    made = history(user(text("Go")), assistant(call(1)), user(result(1, [text("done"), state])))
+    lines = "[the tab 1 News https://a.example, which is active]\n[the tab 2]"
+    assert results_of(made) == [f"done\n{lines}"]
 
 
 def system(words: Any = None, **fields: Any) -> dict[str, Any]:
@@ -127,29 +141,6 @@ def test_a_system_message_may_be_no_text_but_an_effort() -> None:
     for empty in (system(), system(output_config={})):
         with pytest.raises(InvalidRequestError, match=r"messages\[1\].content"):
             history(A, empty)
-
-
-def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
-    last = user(
-        result(1, "no such file", is_error=True),
-        result(2, "<tool_use_error>cancelled</tool_use_error>", is_error=True),
-        result(3, [text("a picture:"), image]),
-        result(4, None, is_error=True),
-    )
-    made = history(user(text("Go")), assistant(call(1), call(2), call(3), call(4)), last)
-    first, cancelled, picture, empty = results_of(made)
-    assert (first, empty) == ("Error: no such file", "Error")
-    assert cancelled == "<tool_use_error>cancelled</tool_use_error>"
-    assert picture.startswith("a picture:\n[an image")
-
-
-def test_tabs_of_a_browser_are_text() -> None:
-    news = {"tab_id": "1", "title": "News", "url": "https://a.example", "active": True}
-    state = {"type": "browser_state", "tabs": [news, {"tab_id": "2", "title": "", "url": ""}]}
-    made = history(user(text("Go")), assistant(call(1)), user(result(1, [text("done"), state])))
-    lines = "[the tab 1 News https://a.example, which is active]\n[the tab 2]"
-    assert results_of(made) == [f"done\n{lines}"]
 
 
 def test_images_are_refused_for_a_model_that_could_see_them() -> None:
@@ -234,13 +225,20 @@ def hidden(thought: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": "", "signature": signature}
 
 
-def test_thoughts_are_unpacked_within_one_budget_of_the_request() -> None:
+def test_thoughts_that_the_prompt_shows_are_unpacked_within_one_budget() -> None:
     for blocks in ([hidden("x" * 1_000_000)], [hidden("x" * 900), hidden("y" * 900)]):
         with pytest.raises(ContextLengthError, match=r"more than 1600 bytes") as refused:
             history(user(text("Go")), assistant(*blocks, text("Ok")))
         assert refused.value.param == "messages[1]"
     made = history(user(text("Go")), assistant(hidden("x" * 800), hidden("y" * 800), text("Ok")))
     assert made.messages[1]["reasoning_content"] == "x" * 800 + "\n\n" + "y" * 800
+    earlier = [user(text("Go")), assistant(hidden("x" * 1_000_000), text("Ok"))]
+    now = [user(text("And now?")), assistant(hidden("short"), call(1)), user(result(1, "ok"))]
+    made = history(*earlier, *now)
+    answers = [message for message in made.messages if message["role"] == "assistant"]
+    assert [answer["reasoning_content"] for answer in answers] == ["", "short"]
+    with pytest.raises(ContextLengthError):
+        history(*earlier, *now, thoughts=thoughts(shows_earlier=True))
 
 
 def test_a_bomb_is_unpacked_no_further_than_the_budget() -> None:
@@ -252,16 +250,6 @@ def test_a_bomb_is_unpacked_no_further_than_the_budget() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * len(bomb)
     finally:
         tracemalloc.stop()
-
-
-def test_only_thoughts_that_the_prompt_shows_are_unpacked() -> None:
-    earlier = [user(text("Go")), assistant(hidden("x" * 1_000_000), text("Ok"))]
-    now = [user(text("And now?")), assistant(hidden("short"), call(1)), user(result(1, "ok"))]
-    made = history(*earlier, *now)
-    answers = [message for message in made.messages if message["role"] == "assistant"]
-    assert [answer["reasoning_content"] for answer in answers] == ["", "short"]
-    with pytest.raises(ContextLengthError):
-        history(*earlier, *now, thoughts=thoughts(shows_earlier=True))
 
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -305,7 +293,15 @@ def test_the_model_is_shown_every_tool_that_clients_run() -> None:
         assert strict == {**function, "strict": True}
 
 
-def test_the_memory_tool_has_all_commands_and_their_fields() -> None:
+def test_editors_and_the_memory_tool_have_the_fields_of_their_version() -> None:
+    (old,) = offered({"type": "text_editor_20250124", "name": "str_replace_editor"})
+    (new,) = offered(NEW_EDITOR)
+    before, after = (tool["parameters"]["properties"] for tool in (old, new))
+    assert "insert_text" not in before and "insert_text" in after
+    assert "undo_edit" in before["command"]["enum"]
+    assert "undo_edit" not in after["command"]["enum"]
+    (bounded,) = offered({**NEW_EDITOR, "max_characters": 9000})
+    assert "9000" in bounded["description"]
     from anthropic.types.beta import BetaMemoryTool20250818Command
 
     (function,) = offered({"type": "memory_20250818", "name": "memory"})
@@ -316,17 +312,6 @@ def test_the_memory_tool_has_all_commands_and_their_fields() -> None:
         commands |= set(typing.get_args(model.model_fields["command"].annotation))
     assert set(properties["command"]["enum"]) == commands
     assert set(properties) == fields
-
-
-def test_editors_have_the_fields_of_their_version() -> None:
-    (old,) = offered({"type": "text_editor_20250124", "name": "str_replace_editor"})
-    (new,) = offered(NEW_EDITOR)
-    before, after = (tool["parameters"]["properties"] for tool in (old, new))
-    assert "insert_text" not in before and "insert_text" in after
-    assert "undo_edit" in before["command"]["enum"]
-    assert "undo_edit" not in after["command"]["enum"]
-    (bounded,) = offered({**NEW_EDITOR, "max_characters": 9000})
-    assert "9000" in bounded["description"]
 
 
 def test_the_latest_definition_of_a_tool_counts_and_server_tools_are_left_out() -> None:

@@ -226,7 +226,7 @@ def test_quantization_may_be_in_another_file(tmp_path: Path, name: str, message:
 # --- fields --------------------------------------------------------------------------------------
 
 
-def test_absent_fields_eos_and_dtype_are_read_in_each_spelling() -> None:
+def test_absent_fields_take_defaults_and_unknown_ones_are_noted() -> None:
     fixed = ("hidden_act", "scoring_func", "use_qk_norm", "attn_type_list", "architectures")
     spec = read_spec(leave_out(M2, "rms_norm_eps", "rope_theta", *fixed))
     assert (spec.rms_norm_eps, spec.rope_theta) == (1e-6, 5_000_000.0)
@@ -240,9 +240,6 @@ def test_absent_fields_eos_and_dtype_are_read_in_each_spelling() -> None:
         assert read_spec({**leave_out(M2, "torch_dtype"), **fields}).dtype == dtype
     unnamed = read_spec(change(M2, torch_dtype=None))
     assert unnamed.dtype == "float32" and "float32 is assumed" in unnamed.notes[0]
-
-
-def test_unknown_fields_are_noted() -> None:
     spec = read_spec(change(M2, zebra=1, apple={"a": 2}))
     (note,) = spec.notes
     assert note == "these fields of config.json are unknown and ignored: apple, zebra"

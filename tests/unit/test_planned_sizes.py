@@ -313,16 +313,13 @@ def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, g
     assert cost.chunk_seconds(STEP, after=LONGEST) > 10 * cost.chunk_seconds(STEP, after=0)
 
 
-def test_plan_uses_the_engines_chunks() -> None:
+def test_plans_and_stages_use_the_engines_chunks() -> None:
     spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
     plan = make_plan(spec, Hardware(MEASURED, 4), [Workload(1, LONGEST, 1000)])
     seconds = {each.topology.label: each.prompt_seconds for each in plan.candidates}
     assert seconds["PP4"] < costs("minimax-m2", pp=4).prefill_seconds(LONGEST, chunk=STEP) / 1.2
     alone = costs("minimax-m2", tp=4)
     assert seconds["TP4"] == pytest.approx(alone.prefill_seconds(LONGEST, chunk=STEP))
-
-
-def test_stages_run_chunks_side_by_side() -> None:
     cost = costs("minimax-m2", pp=4)
     one = cost.chunks_seconds([STEP])
     last = cost.chunk_seconds(STEP, after=3 * STEP)
@@ -393,7 +390,7 @@ def test_chunks_of_pipeline_stages(options: dict[str, Any], kind: type[ChunkLeng
         assert type(rank.limits.chunk_length) is kind
 
 
-def test_short_prompts_are_planned_unchanged() -> None:
+def test_prompts_run_in_chunks_of_equal_time() -> None:
     plans = []
     for length in (EvenChunks(), DOUBLING):
         scheduler = RankScheduler(limits(length))
@@ -401,19 +398,13 @@ def test_short_prompts_are_planned_unchanged() -> None:
             scheduler.group.add(request(f"r{number}", [number] * size))
         plans.append([step(scheduler) for _ in range(2)])
     assert plans[0] == plans[1]
-
-
-def test_a_long_prompt_runs_in_shorter_and_shorter_chunks() -> None:
-    """Check that every step takes as long as the first; other prompts use the rest of a step."""
+    # Check that every step takes as long as the first; other prompts use the rest of a step.
     scheduler = RankScheduler(limits(DOUBLING))
     scheduler.group.add(request("long", [3] * 244))
     scheduler.group.add(request("short", [4] * 40))
     counts = [step(scheduler).num_scheduled for _ in range(6)]
     # After 64, 104, 136, 160 tokens, a token costs 1.5, 1.8, 2.1, 2.5 times the first.
     assert counts == [[64], [40, 4], [32, 4], [24, 8], [24, 3], [16, 13]]
-
-
-def test_a_prefix_hit_begins_with_a_chunk_of_its_depth() -> None:
     scheduler = RankScheduler(limits(DOUBLING))
     scheduler.group.add(request("first", list(range(264))))
     while scheduler.has_unfinished:

@@ -153,7 +153,7 @@ def test_plans_of_random_hardware_are_accepted(name: str, gpus: int, **given: An
     check_plan(SPECS[name], gpus, **given)
 
 
-def test_plans_name_the_options_and_requests_beyond_the_cache_wait() -> None:
+def test_plans_name_options_and_missing_memory() -> None:
     plan = planned(M2, 4)
     reasons = {each.topology: each.reason for each in plan.refused}
     offered = {each.topology: each.topology.flags for each in plan.candidates}
@@ -172,9 +172,6 @@ def test_plans_name_the_options_and_requests_beyond_the_cache_wait() -> None:
     assert {each.dcp for each in found if each.tp == 16} == {1, 2, 4}
     assert len(found) == len(set(found)) == len({each.label for each in found})
     assert all(each.gpus <= 16 for each in found)
-
-
-def test_refused_plans_state_the_missing_memory() -> None:
     plan = planned(M2, 4, gpu="H100")
     (two,) = {each.reason for each in plan.refused if each.topology == Topology(2, replicas=2)}
     missing = weight_bytes(M2, dtype="bfloat16", layout=ParallelLayout(tp=2)) + 8192 * 31 * 4096

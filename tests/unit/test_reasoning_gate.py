@@ -110,7 +110,7 @@ def test_reasoning_within_its_budget_and_optional_reasoning_are_unchanged() -> N
     assert closed.is_over
 
 
-def test_a_spelled_opener_is_awaited_only_while_the_text_may_become_it() -> None:
+def test_spelled_openers_and_forks_of_a_gate() -> None:
     opened = make_gate("optional", by_id=False, budget=1)
     content(opened, spell("<mm:think>"))
     assert opened.is_open and opened.due is None
@@ -119,9 +119,6 @@ def test_a_spelled_opener_is_awaited_only_while_the_text_may_become_it() -> None
     other = make_gate("optional", by_id=False, budget=1)
     content(other, spell("<mm:table>"))
     assert other.is_over
-
-
-def test_a_fork_does_not_change_its_origin() -> None:
     gate = make_gate(budget=2)
     gate.push(65)
     forked = gate.fork()

@@ -266,7 +266,7 @@ def update(**fields: Any) -> dict[str, Any]:
     return {"type": "configuration_update", **fields}
 
 
-def test_items_add_tools_that_are_not_there_yet() -> None:
+def test_items_add_tools_and_the_last_configuration_holds() -> None:
     other, patch = {**LOOKUP, "name": "other"}, {"type": "apply_patch"}
     params = settled(
         request(LOOKUP), USER, more_tools({**LOOKUP, "strict": True}),
@@ -276,6 +276,17 @@ def test_items_add_tools_that_are_not_there_yet() -> None:
     assert [tool.shown_name for tool in params.declared_tools] == ["look", "apply_patch", "other"]
     assert params.tools == [LOOKUP, patch, other]
     assert history(USER, more_tools(), USER).messages == [USER, USER]
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    params = settled(
+        request(reasoning={"effort": "low", "summary": "auto"}, text={"verbosity": "low"}),
+        update(reasoning={"effort": "high"}, text={"format": form}),
+        update(reasoning={"effort": "medium"}),
+        update(reasoning={}, text=None),
+    )
+    assert (params.reasoning.effort, params.reasoning.summary) == ("medium", "auto")
+    assert (params.text.format, params.text.verbosity) == (form, "low")
+    assert params.grammar is not None
+    assert history(USER, update(), USER).messages == [USER, USER]
 
 
 def test_tools_that_a_search_finds_are_shown_in_its_result() -> None:
@@ -303,20 +314,6 @@ def test_tools_that_a_search_finds_are_shown_in_its_result() -> None:
     hosted = {"type": "tool_search_output", "call_id": None, "tools": [other]}
     shown = apply_settings(request(LOOKUP), placed(USER, hosted))
     assert history(USER, hosted, tool_notes=shown.notes).messages[1]["role"] == "system"
-
-
-def test_the_last_configuration_holds() -> None:
-    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-    params = settled(
-        request(reasoning={"effort": "low", "summary": "auto"}, text={"verbosity": "low"}),
-        update(reasoning={"effort": "high"}, text={"format": form}),
-        update(reasoning={"effort": "medium"}),
-        update(reasoning={}, text=None),
-    )
-    assert (params.reasoning.effort, params.reasoning.summary) == ("medium", "auto")
-    assert (params.text.format, params.text.verbosity) == (form, "low")
-    assert params.grammar is not None
-    assert history(USER, update(), USER).messages == [USER, USER]
 
 
 @pytest.mark.parametrize(

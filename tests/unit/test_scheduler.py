@@ -14,7 +14,7 @@ EOS = 0
 make_scheduler = partial(plan_support.make_scheduler, enable_prefix_caching=False)
 
 
-def test_refuses_bad_lengths_and_ids_in_use() -> None:
+def test_refuses_lengths_ids_and_requests_that_cannot_run() -> None:
     scheduler = make_scheduler(max_model_len=10)
     with pytest.raises(ContextLengthError, match=r"10 tokens > 9 maximum\. .* 10 tokens"):
         scheduler.add("a", 10)
@@ -28,9 +28,6 @@ def test_refuses_bad_lengths_and_ids_in_use() -> None:
         scheduler.add("a")
     scheduler.end("a", "abort")
     scheduler.add("a")
-
-
-def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
     scheduler = make_scheduler(num_blocks=3)  # 12 positions; the last token needs none
     scheduler.add("a", 5)
     refusal = r"14 tokens.*need 4 KV blocks.*has 3 KV blocks; lower max_tokens to 8 or less"
@@ -116,18 +113,7 @@ def test_waiting_requests_run_by_priority_up_to_the_budget() -> None:
     scheduler.add("c")
 
 
-def test_prompt_is_chunked_under_the_budget_and_samples_at_its_end_only() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    scheduler.add("a", 10)
-    plans = scheduler.next_plans(4)
-    assert [
-        (scheduler.starts[plan.step_id], plan.num_scheduled, plan.needs_sampling) for plan in plans
-    ] == [([0], [4], [False]), ([4], [4], [False]), ([8], [2], [True]), ([10], [1], [True])]
-    assert [len(plan.new_rows) for plan in plans] == [1, 0, 0, 0]
-    assert scheduler.commit(plans[0]) == []
-
-
-def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
+def test_decodes_come_first_and_prompts_are_chunked_under_the_budget() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=12)
     scheduler.add_all(a=4, b=14)
     assert scheduler.next_plan().num_scheduled == [4, 8]
@@ -137,6 +123,14 @@ def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
     assert (plan.slots, scheduler.starts[plan.step_id]) == ([0, 3, 1, 2], [4, 0, 8, 0])
     assert (plan.num_scheduled, plan.num_tokens) == ([1, 1, 6, 4], 12)
     assert plan.needs_sampling == [True, False, True, True]
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add("a", 10)
+    plans = scheduler.next_plans(4)
+    assert [
+        (scheduler.starts[plan.step_id], plan.num_scheduled, plan.needs_sampling) for plan in plans
+    ] == [([0], [4], [False]), ([4], [4], [False]), ([8], [2], [True]), ([10], [1], [True])]
+    assert [len(plan.new_rows) for plan in plans] == [1, 0, 0, 0]
+    assert scheduler.commit(plans[0]) == []
 
 
 def test_admission_leaves_one_block_free_while_others_run() -> None:

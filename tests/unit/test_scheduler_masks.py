@@ -47,19 +47,6 @@ def test_a_plan_lists_sampled_rows_with_grammars() -> None:
     assert scheduler.next_plan().num_draft_tokens == [0, 2]
 
 
-def test_the_block_of_a_postponed_row_is_cached_only_after_its_last_token_ran_again() -> None:
-    scheduler = make_scheduler()
-    add(scheduler, "late", 8)  # The prompt has two whole blocks.
-    first = scheduler.next_plan()
-    scheduler.postpone(first, [0])
-    scheduler.commit(first)
-    blocks = scheduler._running[0].block_ids
-    assert [scheduler._pool._block_hashes[block] is not None for block in blocks] == [True, False]
-    scheduler.unblock("late")
-    scheduler.step()
-    assert all(scheduler._pool._block_hashes[block] is not None for block in blocks)
-
-
 def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=32)
     for name in ("ends", "fails", "is free"):
@@ -76,7 +63,7 @@ def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> Non
     assert scheduler.end("ends", "stop") is None
 
 
-def test_postponed_sequences_keep_their_place_in_the_budget() -> None:
+def test_postponed_rows_keep_their_place_and_cache_no_block_early() -> None:
     """Check that no row replaces a row that waits for its mask, if four rows fill the step."""
     scheduler = make_scheduler(max_num_batched_tokens=4, max_num_seqs=5)
     for name in "abcd":
@@ -89,6 +76,16 @@ def test_postponed_sequences_keep_their_place_in_the_budget() -> None:
     for name in "abcd":
         scheduler.unblock(name)
     assert len(scheduler.next_plan().slots) == 4
+    scheduler = make_scheduler()
+    add(scheduler, "late", 8)  # The prompt has two whole blocks.
+    first = scheduler.next_plan()
+    scheduler.postpone(first, [0])
+    scheduler.commit(first)
+    blocks = scheduler._running[0].block_ids
+    assert [scheduler._pool._block_hashes[block] is not None for block in blocks] == [True, False]
+    scheduler.unblock("late")
+    scheduler.step()
+    assert all(scheduler._pool._block_hashes[block] is not None for block in blocks)
 
 
 def test_grammar_rows_count_their_drafts_and_postponed_ones_have_none() -> None:
