@@ -126,7 +126,7 @@ def _read_gsm8k(file: Path | None) -> list[Problem]:
     if file is None:
         raise InvalidRequestError(
             f"{GSM8K} needs --data",
-            hint="use the file test.jsonl of GSM8K, or its copy on a hub (--help)",
+            hint="use the file test.jsonl of GSM8K, or the hub path that --help shows",
             param="data",
         )
     problems = []
