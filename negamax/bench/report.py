@@ -13,6 +13,7 @@ from rich.table import Table
 from negamax import __version__
 from negamax.base import env
 from negamax.base.errors import ConfigError
+from negamax.base.tables import read_table
 from negamax.bench.group import label
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import expected_distinct_experts
@@ -20,6 +21,7 @@ from negamax.planner.floor import step_bytes
 
 COPY_BYTES = 2**30
 COPY_ROUNDS = 10
+_ROWS: list[tuple[str, str, str]] = read_table(__file__, "labels.toml")["offline"]["rows"]
 
 Run = Mapping[str, Any]
 
@@ -42,11 +44,11 @@ def environment(device: str) -> dict[str, Any]:
     return found
 
 
-def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
+def copy_bytes_per_second() -> float:
     """Return the bytes per second of a large copy on a CUDA device, in the fastest round."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * num_bytes / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
+    return 2 * COPY_BYTES / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
 
 
 def gpu_seconds(
@@ -129,27 +131,6 @@ def add_comparison(result: dict[str, Any], baseline: Run) -> None:
             run["times_faster_prefill"] = other["prefill_seconds"] / run["prefill_seconds"]
 
 
-_LINES = (  # row heading, key in a result, number format
-    ("TTFT median, ms", "ttft_ms_median", ".1f"),
-    ("TTFT max, ms", "ttft_ms_max", ".1f"),
-    ("prefill, s", "prefill_seconds", ".3f"),
-    ("prefill, tokens/s", "prefill_tokens_per_second", ",.0f"),
-    ("TPOT, ms", "tpot_ms", ".2f"),
-    ("step on the GPU alone, ms", "device_step_ms", ".2f"),
-    ("decode, tokens/s", "decode_tokens_per_second", ",.0f"),
-    ("limit of TPOT, ms", "limit_tpot_ms", ".2f"),
-    ("share of the limit", "share_of_limit", ".0%"),
-    ("distinct experts", "distinct_experts", ".1f"),
-    ("expected if uniform", "expected_distinct_experts", ".1f"),
-    ("acceptance length", "spec_decode_acceptance_length", ".2f"),
-    ("SYNTHETIC acceptance length", "synthetic_acceptance_length", ".2f"),
-    ("rows with drafts", "spec_decode_num_drafts", ",.0f"),
-    ("GPU idle", "gpu_idle_share", ".1%"),
-    ("decode, times {other}", "times_faster_decode", ".2f"),
-    ("prefill, times {other}", "times_faster_prefill", ".2f"),
-)
-
-
 def table(result: Run, spec: ModelSpec) -> Table:
     """Make a table with a column per batch size, without empty lines."""
     runs = [dict(run) for run in result["runs"]]
@@ -170,7 +151,7 @@ def table(result: Run, spec: ModelSpec) -> Table:
             heading.format(other=result.get("compared_with")),
             *("" if run.get(key) is None else format(run[key], form) for run in runs),
         ]
-        for heading, key, form in _LINES
+        for heading, key, form in _ROWS
         if any(run.get(key) is not None for run in runs)
     ]
     return rows_table(["requests", *(str(run["concurrency"]) for run in runs)], rows, title=title)

@@ -13,6 +13,7 @@ import numpy as np
 
 from negamax import __version__
 from negamax.base import env
+from negamax.base.tables import read_table
 from negamax.bench.serve import Measurement
 from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import METRICS, BenchOptions
@@ -20,38 +21,7 @@ from negamax.engine.shape import SHAPE
 
 SCHEMA = "negamax-bench-serve/1"
 WIDTH, LABEL_WIDTH = 50, 40
-_TITLES = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
-_TOTALS = {
-    "completed": "Successful requests",
-    "failed": "Failed requests",
-    "max_concurrency": "Maximum request concurrency",
-    "request_rate": "Request rate configured (RPS)",
-    "duration": "Benchmark duration (s)",
-    "total_input_tokens": "Total input tokens",
-    "total_output_tokens": "Total generated tokens",
-    "total_output_tokens_retokenized": "Total generated tokens (retokenized)",
-    "request_throughput": "Request throughput (req/s)",
-    "request_goodput": "Request goodput (req/s)",
-    "input_throughput": "Input token throughput (tok/s)",
-    "output_throughput": "Output token throughput (tok/s)",
-    "max_output_tokens_per_s": "Peak output token throughput (tok/s)",
-    "max_concurrent_requests": "Peak concurrent requests",
-    "total_token_throughput": "Total token throughput (tok/s)",
-    "concurrency": "Concurrency",
-    "total_cached_tokens": "Cached input tokens",
-}
-_DRAFTS = {
-    "spec_decode_acceptance_rate": "Acceptance rate (%)",
-    "spec_decode_acceptance_length": "Acceptance length",
-    "spec_decode_num_drafts": "Drafts",
-    "spec_decode_draft_tokens": "Draft tokens",
-    "spec_decode_accepted_tokens": "Accepted tokens",
-}
+_LABELS: dict[str, dict[str, str]] = read_table(__file__, "labels.toml")
 WORKLOAD_PREFIXES = (
     "random_", "prefix_", "sharegpt_", "custom_", "agent_", "prompt_format", "dataset_path",
 )  # fmt: skip
@@ -224,7 +194,7 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
     if summary["total_cached_tokens"] is not None:
         share = summary["total_cached_tokens"] / max(1, summary["total_input_tokens"])
         values["total_cached_tokens"] = f"{summary['total_cached_tokens']} ({share:.1%})"
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(_TOTALS, values)]
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(_LABELS["totals"], values)]
     for metric in options.percentile_metrics:
         lines += _metric_lines(metric, summary, options)
     lines += _draft_lines(summary)
@@ -251,7 +221,7 @@ def _draft_lines(summary: dict[str, Any]) -> list[str]:
     title = "SYNTHETIC Acceptance of Drafts" if is_synthetic else "Speculative Decoding"
     shares = summary["spec_decode_per_position_acceptance_rates"]
     positions = [_line(f"  Position {i} (%):", 100.0 * share) for i, share in enumerate(shares)]
-    return [f"{title:-^{WIDTH}}", *_lines(_DRAFTS, summary), *positions]
+    return [f"{title:-^{WIDTH}}", *_lines(_LABELS["drafts"], summary), *positions]
 
 
 def _metric_lines(metric: str, summary: dict[str, Any], options: BenchOptions) -> list[str]:
@@ -262,7 +232,7 @@ def _metric_lines(metric: str, summary: dict[str, Any], options: BenchOptions) -
         for name in names
         if f"{name}_{metric}_ms" in summary
     ]
-    return [f"{_TITLES[metric]:-^{WIDTH}}", *(shown or [_line(f"{short} (ms):", "none")])]
+    return [f"{_LABELS['titles'][metric]:-^{WIDTH}}", *(shown or [_line(f"{short} (ms):", "none")])]
 
 
 def _line(label: str, value: float | str) -> str:
