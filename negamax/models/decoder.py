@@ -6,6 +6,7 @@ logits = head(rms(h))
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -100,13 +101,33 @@ class DecoderLayer:
         return self.mlp(self.post_norm(x, residual))
 
 
+@dataclass(frozen=True)
+class PartialImages:
+    """Images after some layers of a vision tower."""
+
+    h: Tensor  # [patches, width]
+    angles: tuple[Tensor, Tensor]  # cos and sin of the rotary embedding, each [patches, 1, R] fp32
+    sizes: list[int]  # number of patches of each image
+
+
 class ImageTower(Protocol):
     """The vision tower and projector of a model."""
 
     slots: list[WeightSlot]
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode `images`, each uint8 [height, width, 3], into N token embeddings [N, hidden]."""
+        """Run all parts at once, from `images` to N token embeddings [N, hidden]."""
+
+    def start(self, images: Sequence[Tensor]) -> PartialImages:
+        """Embed the patches of `images`, each uint8 [height, width, 3]."""
+
+    def run_part(
+        self, images: PartialImages, first: int, stop: int, num_parts: int
+    ) -> PartialImages:
+        """Run parts `first` to `stop` of the layers, which are divided into `num_parts` parts."""
+
+    def finish(self, images: PartialImages) -> Tensor:
+        """Project the output of the last layer to N token embeddings [N, hidden]."""
 
 
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:

@@ -4,19 +4,23 @@ The scheduler decides which images a step encodes. An image keeps its pages unti
 use the image have committed its tokens. Unused pages stay cached under the cache salt and the
 digest of the image. If another image needs pages, the least recently used image is evicted. The
 worker runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
+
+Decodes wait while a step encodes images. Several steps with decodes therefore encode a large image,
+each a part of the tower's layers, and the image's tokens run with the last part.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from negamax.scheduler.request import ImageInput
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
 # `STEP_PATCHES`: weighted patches that a rank encodes at most in a step; its first image may exceed
-# the limit. A patch of an image with n patches weighs 1, plus n / `_SQUARE` for attention.
-STEP_PATCHES, _SQUARE = 10_000, 8_824
+# the limit. `PART_PATCHES`: the limit of a step with decodes, about 10 ms on an H200. A patch of an
+# image with n patches weighs 1, plus n / `_SQUARE` for attention.
+STEP_PATCHES, PART_PATCHES, _SQUARE = 10_000, 3_000, 8_824
 
 _Key = tuple[str, bytes]
 
@@ -27,8 +31,16 @@ class EncodedImage:
 
     key: _Key
     pages: list[int]
-    step_id: int  # id of the step that encodes the image
+    rank: int  # rank that encodes the image
+    num_parts: int  # number of parts in which the image is encoded
+    num_planned: int = 0  # number of parts in plans
+    step_ids: list[int] = field(default_factory=list)  # ids of the steps that encode the parts
     num_users: int = 0  # number of images in sequences that use these pages
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether plans encode all parts, so that the current plan may use the embeddings."""
+        return self.num_planned == self.num_parts
 
 
 class EncoderCache:
@@ -42,7 +54,10 @@ class EncoderCache:
         self._unused: OrderedDict[_Key, EncodedImage] = OrderedDict()  # least recently used first
         self._jobs: list[EncodeJob] = []
         self._loads = [0.0] * num_ranks  # weighted patches that each rank encodes in the next plan
+        self._limit = STEP_PATCHES  # limit of `_loads`
         self._num_jobs = 0
+        # rank -> the image of which the rank has encoded some parts
+        self._partial: dict[int, tuple[EncodedImage, ImageInput]] = {}
 
     @property
     def num_free_pages(self) -> int:
@@ -58,20 +73,32 @@ class EncoderCache:
             if image.offset <= start < image.end
         )
 
+    def continue_images(self, step_id: int, *, has_decodes: bool) -> None:
+        """Add the next part of each partial image to plan `step_id`. Without decodes in the plan,
+        add all remaining parts.
+        """
+        self._limit = PART_PATCHES if has_decodes else STEP_PATCHES
+        for held, image in list(self._partial.values()):
+            num_left = held.num_parts - held.num_planned
+            self._add_job(held, image, 1 if has_decodes else num_left, step_id)
+
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
         """Reserve pages for the images among the next `count` tokens of a sequence. Return how many
-        of these tokens may run in plan `step_id`: tokens before an image that does not fit.
+        of these tokens may run in plan `step_id`: tokens before an image that is not encoded yet.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):
             if image.offset >= start + count:
                 break
-            if image.end <= start or number in sequence.held_images:
+            if image.end <= start:
                 continue
-            held = self._hold(image, sequence.request.cache_salt, step_id)
+            held = sequence.held_images.get(number)
             if held is None:
+                held = self._hold(image, sequence.request.cache_salt, step_id)
+            if held is not None:
+                sequence.held_images[number] = held
+            if held is None or not held.is_planned:
                 return max(0, image.offset - start)
-            sequence.held_images[number] = held
         return count
 
     def release(self, sequence: Sequence) -> None:
@@ -91,14 +118,15 @@ class EncoderCache:
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
         """Drop images that a lost plan encodes. Return the `running` sequences that use them."""
-        for held in [held for held in self._images.values() if held.step_id == step_id]:
+        for held in [held for held in self._images.values() if step_id in held.step_ids]:
             del self._images[held.key]
+            self._forget_partial(held)
             if self._unused.pop(held.key, None) is not None:
                 self._free += held.pages
         return [
             sequence
             for sequence in running
-            if any(held.step_id == step_id for held in sequence.held_images.values())
+            if any(step_id in held.step_ids for held in sequence.held_images.values())
         ]
 
     def evict(self) -> None:
@@ -120,23 +148,40 @@ class EncoderCache:
         if found is None:
             if not self._fits(image):
                 return None
-            found = EncodedImage(key, self._allocate(_count_pages(image)), step_id)
-            self._images[key] = found
-            rank = self._next_rank()
-            self._loads[rank] += _weigh(image)
+            num_parts = -int(-_weigh(image) // PART_PATCHES) if self._limit == PART_PATCHES else 1
+            pages, rank = self._allocate(_count_pages(image)), self._next_rank()
+            found = self._images[key] = EncodedImage(key, pages, rank, num_parts)
             self._num_jobs += 1
-            self._jobs.append(EncodeJob(rank, found.pages, image.grid, image.pixels))
+            self._add_job(found, image, 1, step_id)
         else:
             self.num_hits += 1
             self._unused.pop(key, None)
         found.num_users += 1
         return found
 
+    def _add_job(self, held: EncodedImage, image: ImageInput, num_parts: int, step_id: int) -> None:
+        """Add the next `num_parts` parts of an image to the current plan."""
+        first, stop = held.num_planned, held.num_planned + num_parts
+        pixels, parts = b"" if first else image.pixels, (first, stop, held.num_parts)
+        self._jobs.append(EncodeJob(held.rank, held.pages, image.grid, pixels, parts))
+        self._loads[held.rank] += _weigh(image) * num_parts / held.num_parts
+        held.num_planned = stop
+        held.step_ids.append(step_id)
+        if held.is_planned:
+            self._forget_partial(held)
+        else:
+            self._partial[held.rank] = held, image
+
+    def _forget_partial(self, held: EncodedImage) -> None:
+        if held.rank in self._partial and self._partial[held.rank][0] is held:
+            del self._partial[held.rank]
+
     def _fits(self, image: ImageInput) -> bool:
         """Whether a new image fits this plan. A rank's first image needs only enough free pages."""
-        load = self._loads[self._next_rank()]
-        is_due = not load or load + _weigh(image) <= STEP_PATCHES
-        return is_due and _count_pages(image) <= self.num_free_pages
+        rank = self._next_rank()
+        load = self._loads[rank]
+        is_due = not load or load + _weigh(image) <= self._limit
+        return rank not in self._partial and is_due and _count_pages(image) <= self.num_free_pages
 
     def _next_rank(self) -> int:
         """Return the rank with the fewest patches in this plan. Equally loaded ranks alternate."""
@@ -158,6 +203,9 @@ class EncoderCache:
     def _drop_user(self, held: EncodedImage, *, is_valid: bool) -> None:
         held.num_users -= 1
         is_known = self._images.get(held.key) is held
+        if held.num_users == 0 and not held.is_planned:
+            self._forget_partial(held)
+            is_valid = False
         if is_known and not is_valid:
             del self._images[held.key]
             is_known = False

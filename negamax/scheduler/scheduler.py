@@ -165,6 +165,7 @@ class Scheduler:
         if self.limits.num_draft_tokens:
             num_drafts = self._draft_length.choose(self._turns.share(len(self._running)))
         prefills = self._plan_decodes(builder, num_drafts)
+        self.encoder.continue_images(builder.step_id, has_decodes=bool(builder.slots))
         unfinished = self._plan_shares(builder, prefills) if prefills else []
         started = {sequence.tenant: sequence.order for sequence in reversed(unfinished)}
         # keep a slot for each sequence that waits for a load

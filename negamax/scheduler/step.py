@@ -103,7 +103,15 @@ class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int  # rank that encodes the image, see `ParallelLayout.encoder_rank`
     pages: list[int]  # pages that store the image's embeddings, in order
     grid: tuple[int, int]  # number of rows and of columns of patches
-    pixels: bytes  # uint8 [height, width, 3]
+    pixels: bytes  # uint8 [height, width, 3]; b"" after the image's first job
+    # first part of the tower's layers to run, part after the last, and number of parts. A rank
+    # encodes at most one image in several parts at a time.
+    parts: tuple[int, int, int] = (0, 1, 1)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the job computes the image's embeddings."""
+        return self.parts[1] == self.parts[2]
 
 
 class ImageRun(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -16,7 +16,7 @@ from negamax.base.errors import EngineDeadError
 from negamax.config.vision import VisionSpec
 from negamax.kernels.peers import Collective
 from negamax.kernels.steps.op import ImageRows
-from negamax.models.decoder import ImageTower
+from negamax.models.decoder import ImageTower, PartialImages
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun, StepPlan
 from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, indices, upload
@@ -24,6 +24,7 @@ from negamax.worker.request_state import RequestState
 
 # One run of the tower encodes at most 5184 image tokens (2016 x 2016 pixels) or a larger image.
 _RUN_TOKENS = 5184
+_MOST_TOKENS = 16_384  # image tokens of the largest image (3584 x 3584 pixels)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class ImageEncoder:
         shape = (num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
         self._pool = torch.zeros(shape, dtype=dtype, device=self._device)
         self._broken: list[_Broken] = []
+        self._partial: PartialImages | None = None  # the image that the last jobs encode in parts
 
     @property
     def rows(self) -> Tensor:
@@ -67,10 +69,13 @@ class ImageEncoder:
     def encode(self, plan: StepPlan) -> None:
         """Encode the images of `plan`. Fail requests whose image could not be encoded."""
         own = [job for job in plan.encodes if job.rank == self._rank]
+        last = [job for job in plan.encodes if job.is_last]
         for job in plan.encodes:
-            pages = frozenset(job.pages)
-            self._broken = [each for each in self._broken if each.pages.isdisjoint(pages)]
-            if job not in own:
+            if not job.parts[0]:
+                pages = frozenset(job.pages)
+                self._broken = [each for each in self._broken if each.pages.isdisjoint(pages)]
+        for job in last:
+            if job.rank != self._rank:
                 self._pool[indices(job.pages, self._device)] = 0
         for jobs in self._split(own):
             try:
@@ -78,11 +83,12 @@ class ImageEncoder:
             except EngineDeadError:
                 raise
             except Exception as error:
+                self._partial = None
                 for job in jobs:
                     self._pool[indices(job.pages, self._device)] = 0
                     self._broken.append(_Broken(frozenset(job.pages), error))
-        if plan.encodes and self._copies.size > 1:
-            at = indices([page for job in plan.encodes for page in job.pages], self._device)
+        if last and self._copies.size > 1:
+            at = indices([page for job in last for page in job.pages], self._device)
             self._pool[at] = self._copies.all_reduce(self._pool[at])
         if self._broken:
             for run in plan.images:
@@ -134,13 +140,22 @@ class ImageEncoder:
         torch.cuda.empty_cache()
         return peak
 
+    def partial_bytes(self) -> int:
+        """Return the bytes of the largest image that is encoded in parts."""
+        spec, item = self._spec, self._pool.dtype.itemsize
+        patches = spec.patches_per_token * min(self.num_tokens, _MOST_TOKENS)
+        return patches * (spec.hidden_size * item + 2 * 4 * spec.head_dim)
+
     def _split(self, jobs: list[EncodeJob]) -> Iterator[list[EncodeJob]]:
-        """Split images into runs of the tower, to bound the memory. If results must not depend on
-        the batch, each image runs alone.
+        """Split images into runs of the tower, to bound the memory. An image in parts runs alone.
+        If results must not depend on the batch, each image runs alone.
         """
         most = 0 if self._runtime.is_batch_invariant else _RUN_TOKENS
         run, size = list[EncodeJob](), 0
         for job in jobs:
+            if job.parts[2] > 1:
+                yield [job]
+                continue
             tokens = self._count_tokens(job)
             if run and size + tokens > most:
                 yield run
@@ -154,6 +169,23 @@ class ImageEncoder:
         return job.grid[0] * job.grid[1] // self._spec.patches_per_token
 
     def _encode(self, jobs: list[EncodeJob]) -> None:
+        """Run the same parts of all `jobs`. The last part stores the embeddings."""
+        state = self._partial if jobs[0].parts[0] else self._tower.start(self._load(jobs))
+        if state is None:
+            return  # an earlier part failed
+        state = self._tower.run_part(state, *jobs[0].parts)
+        if jobs[0].parts[2] > 1:
+            self._partial = None if jobs[0].is_last else state
+        if not jobs[0].is_last:
+            return
+        sizes = [self._count_tokens(job) for job in jobs]
+        for job, rows in zip(jobs, self._tower.finish(state).split(sizes), strict=True):
+            room = rows.new_zeros(len(job.pages) * ROWS_PER_PAGE, rows.shape[1])
+            room[: len(rows)] = rows
+            self._pool[indices(job.pages, self._device)] = room.view(-1, *self._pool.shape[1:])
+
+    def _load(self, jobs: list[EncodeJob]) -> list[Tensor]:
+        """Copy the pixels of images to the device, each uint8 [height, width, 3]."""
         side = self._spec.patch_size
         images = []
         for job in jobs:
@@ -162,8 +194,4 @@ class ImageEncoder:
             if self._device.type != "cpu":
                 pixels = pixels.pin_memory().to(self._device, non_blocking=True)
             images.append(pixels.view(height, width, 3))
-        sizes = [self._count_tokens(job) for job in jobs]
-        for job, rows in zip(jobs, self._tower(images).split(sizes), strict=True):
-            room = rows.new_zeros(len(job.pages) * ROWS_PER_PAGE, rows.shape[1])
-            room[: len(rows)] = rows
-            self._pool[indices(job.pages, self._device)] = room.view(-1, *self._pool.shape[1:])
+        return images

@@ -96,10 +96,12 @@ def choose_blocks(
     dtype: torch.dtype,
     workspace: int,
     encoding: int = 0,
+    partial: int = 0,
     device: torch.device,
 ) -> int:
     """Return how many KV blocks this rank can store. `dtype` is the default dtype of caches.
     `workspace` and `encoding` are the GPU bytes of a step and of the encoding of the largest image.
+    An image that is encoded in parts takes `partial` bytes between steps.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -113,6 +115,7 @@ def choose_blocks(
             - (total - free)
             - workspace
             - max(workspace, encoding)
+            - partial
             - GRAPH_RESERVE
             - draft_buffers(config)
             - stage_buffers(config)

@@ -155,12 +155,18 @@ class ModelRunner:
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
         """Allocate the KV caches. Return the number of blocks that fit on every rank."""
-        config, workspace, encoding = self.config, 0, 0
+        config, workspace, encoding, partial = self.config, 0, 0, 0
         if self.runtime.graph_pool is not None:  # run a full prefill step to measure its memory
             workspace = peak_bytes(self, dtype=dtype)
-            encoding = self.encoder.peak_bytes() if self.encoder else 0
+            if self.encoder:
+                encoding, partial = self.encoder.peak_bytes(), self.encoder.partial_bytes()
         affordable = kv_cache.choose_blocks(
-            config, dtype=dtype, workspace=workspace, encoding=encoding, device=self.device
+            config,
+            dtype=dtype,
+            workspace=workspace,
+            encoding=encoding,
+            partial=partial,
+            device=self.device,
         )
         num_blocks = self.context.world_min(affordable)
         self.caches = kv_cache.allocate(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from negamax.engine.core.setup import _make_worker_config
 from negamax.engine.core.source import locate
 from negamax.options.engine import EngineOptions
+from negamax.scheduler import encoder_cache
 from tests import tiny, tiny_draft, tiny_m3
 from tests.layouts import full
 from tests.m3_vision_support import Prompt, check, draw_prompt, replace_image, seeing_engine
@@ -156,7 +157,11 @@ def test_choices_and_repeated_images_encode_an_image_once(seeing: tuple[Any, Pat
         assert engine.encoders[0].num_hits == 1
 
 
-def test_preempted_and_aborted_requests_leave_no_image_held(seeing: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("part_patches", [3_000, 30])
+def test_preempted_and_aborted_requests_leave_no_image_held(
+    seeing: tuple[Any, Path], part_patches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_cache, "PART_PATCHES", part_patches)
     model, folder = seeing
     prompts = [Prompt([text(9), image(40, n), text(12), image(20, n + 9), text(3)]) for n in (1, 2)]
     options: dict[str, Any] = {"num_kv_blocks": 14, "encoder_cache_tokens": 64}
@@ -172,6 +177,31 @@ def test_preempted_and_aborted_requests_leave_no_image_held(seeing: tuple[Any, P
             engine.finish()
         (answer,) = engine.run(prompts[1], salt="last")
         check(model, prompts[1], answer)
+
+
+def test_decodes_continue_while_an_image_is_encoded(
+    seeing: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encode an image of 160 patches in six parts and another in five, with the same bits."""
+    found, num_steps = [], []
+    prompt = Prompt([text(9), image(40), text(3), image(30, seed=1), text(5)])
+    for part_patches in (3_000, 30):
+        monkeypatch.setattr(encoder_cache, "PART_PATCHES", part_patches)
+        with seeing_engine(seeing[1], max_num_batched_tokens=200) as engine:
+            names = [engine.add(Prompt([text(9)]), max_tokens=40)]
+            for _ in range(3):
+                engine.step()
+            names.append(engine.add(prompt, prompt_logprobs=2))
+            decode, answer = (engine.answers[name] for name in names)
+            before, steps = len(decode.tokens), 0
+            while not answer.tokens:
+                engine.step()
+                steps += 1
+            assert len(decode.tokens) == before + steps
+            num_steps.append(steps)
+            engine.finish()
+            found.append([decode.content, answer.content])
+    assert found[0] == found[1] and num_steps[1] - num_steps[0] == 5 + 4 + 1
 
 
 def test_images_wait_for_room_and_larger_ones_are_refused(seeing: tuple[Any, Path]) -> None:
@@ -230,13 +260,19 @@ def test_drafts_do_not_change_answers_to_images(
         assert differing == 0 and compared > 100
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 def test_a_broken_image_ends_its_request_alone(
-    seeing: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    seeing: tuple[Any, Path], in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(encoder_cache, "PART_PATCHES", 30 if in_parts else 3_000)
     model, folder = seeing
     good, bad = (Prompt([text(9), image(20, n), text(3)]) for n in (1, 2))
     bad.inputs[0] = msgspec.structs.replace(bad.inputs[0], pixels=b"too short")
     with seeing_engine(folder) as engine:
+        if in_parts:  # Images are encoded in parts beside a decode.
+            engine.add(Prompt([text(9)]), max_tokens=40)
+            engine.step()
+            engine.step()
         first, second, third = engine.run(good, bad, good)
         check(model, good, first)
         check(model, good, third)

@@ -9,6 +9,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 from test_m3_ranks import sizes_of
 
+from negamax.scheduler import encoder_cache
 from tests import tiny, tiny_m3
 from tests.dist.machines import Agent, OneMachine
 from tests.dist.nodes import key, meeting_at
@@ -32,8 +33,13 @@ __all__ = ["key"]  # fixture
     ],
     ids=str,
 )
-def test_ranks_share_the_images_of_a_step(ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Let each rank encode some images, in chunks that cut images, with preemption and hits."""
+def test_ranks_share_the_images_of_a_step(
+    ranks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let each rank encode images, some in parts, in chunks that cut images, with preemption and
+    hits.
+    """
+    monkeypatch.setattr(encoder_cache, "PART_PATCHES", 30)
     rng = random.Random(7)
     model = tiny_m3.make_seeing_model(11, **sizes_of(2))
     prompts = [draw_prompt(rng, 96, text=20, images=3, most=12) for _ in range(3)]

@@ -10,6 +10,7 @@ a square of patches. Squares, and patches inside a square, are in row order.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from negamax.config.vision import VisionSpec
 from negamax.kernels.attention.op import ROPE
 from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import WeightSlot
+from negamax.models.decoder import PartialImages
 from negamax.models.minimax_m3 import names
 from negamax.quantization.scheme import WeightFormat
 
@@ -111,18 +113,33 @@ class VisionTower:
         )
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode `images`, each uint8 [height, width, 3], to [all image tokens, text hidden].
+        """Encode `images` at once, see `start` and `finish`."""
+        return self.finish(self.run_part(self.start(images), 0, 1, 1))
 
-        Heights and widths are multiples of `VisionSpec.token_pixels`. All images form one batch.
+    def start(self, images: Sequence[Tensor]) -> PartialImages:
+        """Embed the patches of `images`, each uint8 [height, width, 3], as one batch.
+
+        Heights and widths are multiples of `VisionSpec.token_pixels`.
         """
         side = self.spec.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
         sizes = [rows * columns for rows, columns in grids]
         angles = self._angles(grids)
         h = self._norm(torch.cat([F.linear(self._cut(image), self._patches) for image in images]))
-        for layer in self._layers:
-            h = layer(h, angles, sizes)
-        squares = self._project(h).unflatten(0, (-1, self.spec.patches_per_token))
+        return PartialImages(h, angles, sizes)
+
+    def run_part(
+        self, images: PartialImages, first: int, stop: int, num_parts: int
+    ) -> PartialImages:
+        """Run parts `first` to `stop` of the layers, which are divided into `num_parts` parts."""
+        h, count = images.h, len(self._layers)
+        for layer in self._layers[count * first // num_parts : count * stop // num_parts]:
+            h = layer(h, images.angles, images.sizes)
+        return replace(images, h=h)
+
+    def finish(self, images: PartialImages) -> Tensor:
+        """Return the embeddings of all images, [image tokens, text hidden]."""
+        squares = self._project(images.h).unflatten(0, (-1, self.spec.patches_per_token))
         return self._merge(squares.flatten(1))
 
     def _cut(self, image: Tensor) -> Tensor:
