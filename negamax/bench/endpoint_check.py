@@ -22,6 +22,7 @@ from negamax.bench.server_probe import (
 
 _HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 _LIMIT = {"max_tokens": 4, "temperature": 0}
+_SHORT = {"max_new_tokens": 4, "temperature": 0}
 _RESPONSE = {"input": "Hello", "max_output_tokens": 16}
 # endpoint -> path, body of a POST request, and field of the answer that must not be empty
 ENDPOINTS: dict[str, tuple[str, dict[str, Any] | None, str | None]] = {
@@ -35,6 +36,12 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any] | None, str | None]] = {
     "messages": ("/v1/messages", _HELLO | _LIMIT, "content"),
     "count-tokens": ("/v1/messages/count_tokens", _HELLO, "input_tokens"),
     "tokenize": ("/tokenize", {"prompt": "Hello"}, "tokens"),
+    "detokenize": ("/detokenize", {"tokens": [65]}, None),
+    "render": ("/v1/chat/completions/render", _HELLO, "token_ids"),
+    "input-tokens": ("/v1/responses/input_tokens", {"input": "Hello"}, "input_tokens"),
+    "generate": ("/generate", {"text": "Hello", "sampling_params": _SHORT}, "meta_info"),
+    "server-info": ("/server_info", None, None),
+    "version": ("/version", None, "version"),
 }
 
 

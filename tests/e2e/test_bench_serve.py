@@ -91,6 +91,7 @@ def test_sweep_runs_every_concurrency_and_compares(
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 2)
     assert (first["completed"], second["completed"]) == (2, 4)
     shape = first["serving_shape"]
+    assert f", shape {shape['hash']})" in server.ready_line
     assert shape == second["serving_shape"] and shape["kernels"]["moe.route"] and shape["weights"]
     assert first["total_cached_tokens"] == second["total_cached_tokens"] == 0
     assert not drawn or (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,8 @@ from tests.ports import free_port
 
 ENDPOINTS = [
     "models", "health", "metrics", "chat", "chat-stream", "completions", "responses", "messages",
-    "count-tokens", "tokenize",
+    "count-tokens", "tokenize", "detokenize", "render", "input-tokens", "generate", "server-info",
+    "version",
 ]  # fmt: skip
 # fault -> names of the checks that find it
 FAULTS = {
