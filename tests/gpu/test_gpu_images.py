@@ -21,6 +21,7 @@ from negamax.models.minimax_m3.config import read_vision
 from negamax.models.minimax_m3.vision import VisionTower
 from negamax.models.registry import bundled_spec
 from negamax.quantization.scheme import WeightFormat
+from negamax.scheduler import encoder_cache
 from tests import tiny_m3
 from tests.m3_vision_support import Answer, Prompt, seeing_engine
 
@@ -119,15 +120,20 @@ def exact(folder: Path) -> list[Answer]:
         {"enforce_eager": True},
         {"max_num_batched_tokens": 96},
         {"encoder_cache_tokens": 400},
+        {"speculative_config": {"model": "nano-m3-draft", "num_speculative_tokens": 3}},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
     ],
     ids=str,
 )
 def test_images_on_a_gpu_give_the_log_probabilities_of_the_cpu(
-    folder: Path, exact: list[Answer], options: dict[str, Any]
+    folder: Path, exact: list[Answer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Encode some images in parts beside decodes."""
     skip_without(options)
+    monkeypatch.setattr(encoder_cache, "PART_PATCHES", 300)
     found = run(folder, device="cuda", dtype="bfloat16", **options)
     assert not any(each.error for each in found)
     same = sum(a.tokens == b.tokens for a, b in zip(found, exact, strict=True))
