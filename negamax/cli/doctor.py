@@ -98,8 +98,14 @@ def _judge_models(probe: dict[str, Any]) -> list[ModelVerdict]:
     from negamax.cli.doctor_models import Gpu, Machine, verdicts
 
     gpus = tuple(
-        Gpu(gpu["name"], gpu["total_bytes"], gpu["free_bytes"], tuple(gpu["capability"]))
-        for gpu in ([] if probe["hip"] else probe["gpus"])
+        Gpu(
+            gpu["name"],
+            gpu["total_bytes"],
+            gpu["free_bytes"],
+            tuple(gpu["capability"]),
+            gpu["amd_arch"],
+        )
+        for gpu in probe["gpus"]
     )
     disk = free_disk(hub_folder())
     return verdicts(Machine(gpus, env.available_memory(), probe["cpu_bfloat16"], disk))
@@ -191,8 +197,8 @@ def check_hardware(probe: dict[str, Any]) -> Iterator[Check]:
         yield check("GPUs", "info", "none")
     for index, gpu in enumerate(gpus):
         free, total = gpu["free_bytes"] / GIB, gpu["total_bytes"] / GIB
-        capability = ".".join(map(str, gpu["capability"]))
-        detail = f"{gpu['name']}, {free:.1f} of {total:.1f} GiB free, capability {capability}"
+        kind = gpu["amd_arch"] or "capability " + ".".join(map(str, gpu["capability"]))
+        detail = f"{gpu['name']}, {free:.1f} of {total:.1f} GiB free, {kind}"
         yield check(f"GPU {index}", "ok", detail)
     if len(gpus) > 1:
         yield _links(gpus)

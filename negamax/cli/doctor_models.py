@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.model_spec import ModelSpec
-from negamax.formats.platform import Platform, nvidia
+from negamax.formats.platform import Platform, amd, nvidia
 from negamax.formats.readable import is_kept
 from negamax.models.memory import as_stored, dequantized, expert_padding, weight_bytes
 from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
@@ -31,10 +31,13 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    amd_arch: str | None = None  # Architecture of an AMD GPU, such as gfx942.
 
     @property
     def platform(self) -> Platform:
         """The platform that the engine uses for this GPU."""
+        if self.amd_arch is not None:
+            return amd(self.amd_arch, name=self.name, multiprocessors=0, shared_memory=0)
         return nvidia(self.capability, name=self.name)
 
 

@@ -42,6 +42,9 @@ def _look() -> dict[str, Any]:
             "total_bytes": total,
             "free_bytes": free,
             "capability": list(cuda.get_device_capability(index)),
+            "amd_arch": None
+            if torch.version.hip is None
+            else cuda.get_device_properties(index).gcnArchName.partition(":")[0],
             "peers": [other for other in others if cuda.can_device_access_peer(index, other)],
         }
         gpus.append(found)

@@ -1,3 +1,4 @@
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError
+from negamax.cli import doctor_probe
+from negamax.cli.doctor import _judge_models, check_hardware
 from negamax.formats.floats import E4M3_BLOCKS, PLAIN, nvfp4
 from negamax.formats.platform import CPU, Feature, nvidia
 from negamax.formats.readable import is_kept
@@ -15,6 +18,7 @@ from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, resolve
 from negamax.models.registry import bundled_spec
+from negamax.planner.gpus import GIB
 from negamax.worker.device import check_platform, choose_dtype
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -79,6 +83,26 @@ def test_untested_gpus_run_with_a_warning_and_without_an_fp8_cache(
         match=r"cannot use an FP8 KV cache; compute capability 8.9 or gfx950 is needed .remove",
     ):
         check_platform(found, cache_dtypes=(BF16, FP8))
+
+
+def test_doctor_finds_amd_gpus(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu("AMD Instinct MI300X", (9, 4), "7.0")
+    for name, answer in {
+        "is_available": True, "device_count": 2, "can_device_access_peer": True,
+        "mem_get_info": (190 * GIB, 192 * GIB), "get_device_name": "AMD Instinct MI300X",
+        "get_device_capability": (9, 4),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    doctor_probe.main()
+    probe = json.loads(capsys.readouterr().out)
+    assert "error" not in probe
+    details = {check.name: check.detail for check in check_hardware(probe)}
+    assert details["GPUs"] == "PyTorch for ROCm 7.0"
+    assert details["GPU 1"] == "AMD Instinct MI300X, 190.0 of 192.0 GiB free, gfx942"
+    commands = [each.command for each in _judge_models(probe)]
+    assert "negamax serve MiniMaxAI/MiniMax-M2 --tensor-parallel-size 2" in commands
 
 
 def test_weights_stay_packed_where_a_kernel_reads_them_and_the_start_says_so() -> None:

@@ -19,7 +19,8 @@ M2 = "MiniMaxAI/MiniMax-M2"
 
 def machine(count: int, *, gib: float = 0, used: float = 0.5, **own: Any) -> Machine:
     total = int(gib * GIB)
-    gpu = Gpu("GPU", total, total - int(used * GIB), own.pop("capability", (9, 0)))
+    arch = own.pop("amd_arch", None)
+    gpu = Gpu("GPU", total, total - int(used * GIB), own.pop("capability", (9, 0)), arch)
     facts: dict[str, Any] = {"memory_bytes": 64 * GIB, "cpu_bfloat16": True, "disk_bytes": 2**50}
     return Machine(gpus=(gpu,) * count, **{**facts, **own})
 
@@ -105,6 +106,13 @@ def test_an_embedded_model_runs_everywhere_with_a_gigabyte(name: str) -> None:
     old = machine(1, gib=40, capability=(7, 5))
     assert verdict(old, name).command == f"negamax serve {name} --device cpu"
     assert not verdict(machine(0, memory_bytes=GIB // 2), name).runs
+
+
+def test_amd_gpus_are_judged_by_their_architecture() -> None:
+    found = verdict(machine(2, gib=191.7, amd_arch="gfx942"))
+    assert found.command == f"negamax serve {M2} --tensor-parallel-size 2"
+    assert "FP8 as stored" in found.detail and "never measured on such a GPU" in found.detail
+    assert "gfx906) is an unknown AMD GPU" in verdict(machine(8, gib=64, amd_arch="gfx906")).detail
 
 
 @pytest.mark.parametrize(
