@@ -5,6 +5,7 @@ and a process exit code. Any other exception is a bug and is reported as an inte
 """
 
 import errno
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -166,3 +167,9 @@ class ResourceError(ConfigError):
             return cls("standard input or standard output is closed", hint=hint)
         what = f"{error.filename}: " if error.filename is not None else ""
         return cls(f"{what}{error.strerror or error}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise `ConfigError` if the value of the option `name` is not one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r:.62}; allowed: {', '.join(choices)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import check_choice
 from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.options import setting
 from negamax.cli.verify import api_key_option, find_key, model_option, url_argument
@@ -32,8 +32,7 @@ def command(
 
     required = require or ()
     for name in required:
-        if name not in ENDPOINTS:
-            raise ConfigError(f"--require is {name[:60]!r}; allowed: {', '.join(ENDPOINTS)}")
+        check_choice("--require", name, ENDPOINTS)
     client = connect(url, api_key=find_key(api_key), timeout=timeout)
     asked = check_endpoints(client, model=model, timeout=timeout, required=required)
     states = asyncio.run(asked)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from negamax import __version__
 from negamax.base import log
-from negamax.base.errors import ConfigError, NegamaxError
+from negamax.base.errors import ConfigError, NegamaxError, check_choice
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
@@ -82,8 +82,7 @@ def command(
         raise ConfigError(f"--to is missing; allowed: {allowed}", hint="pass --to NAME or -tp N")
     splits = ParallelOptions(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
     target = None if to is None else find_target(to)
-    if hub not in SOURCES:
-        raise ConfigError(f"--source is {hub!r}; allowed: {', '.join(SOURCES)}")
+    check_choice("--source", hub, SOURCES)
 
     def conversion_of(folder: Path) -> Conversion:
         from negamax.convert.convert import Conversion

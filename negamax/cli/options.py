@@ -13,7 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from negamax.base import env
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, check_choice
 from negamax.cli.examples import make_epilog
 from negamax.cli.resolve import Resolved, options_of
 from negamax.cli.words import is_model_option
@@ -166,8 +166,8 @@ def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
     chosen = dict(fixed)
     for flag in _flags(options):
         value, name = values.pop(flag.field), flag.names[0]
-        if flag.choices and value not in flag.choices:
-            raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(flag.choices)}")
+        if flag.choices:
+            check_choice(name, value, flag.choices)
         if flag.turns_off:
             value = not value
         elif flag.is_json:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import check_choice
 from negamax.cli.io import print_json, read_text, read_tools
 from negamax.cli.options import setting
 from negamax.models.registry import CHAT_FAMILIES
@@ -39,12 +39,8 @@ def command(
     ),
 ) -> None:
     """Print reasoning, content and tool calls."""
-    if format not in CHAT_FAMILIES:
-        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(CHAT_FAMILIES)}")
-    if thinking_mode not in THINKING_MODES:
-        raise ConfigError(
-            f"--thinking-mode is {thinking_mode!r}; allowed: {', '.join(THINKING_MODES)}"
-        )
+    check_choice("--format", format, CHAT_FAMILIES)
+    check_choice("--thinking-mode", thinking_mode, THINKING_MODES)
     parser = OutputParser(
         CHAT_FAMILIES[format].output,
         tools=read_tools(tools) if tools is not None else None,

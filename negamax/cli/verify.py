@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from negamax.base import env
-from negamax.base.errors import ConfigError
+from negamax.base.errors import check_choice
 from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.options import setting
 
@@ -61,8 +61,7 @@ def command(
     from negamax.bench.server_probe import connect
     from negamax.bench.verify import is_met, render, verify
 
-    if thinking not in _THINKING:
-        raise ConfigError(f"--thinking is {thinking[:60]!r}; allowed: {', '.join(_THINKING)}")
+    check_choice("--thinking", thinking, _THINKING)
     client = connect(url, api_key=find_key(api_key), timeout=timeout)
     rows = asyncio.run(
         verify(

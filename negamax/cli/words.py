@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, check_choice
 from negamax.options.flags import Flag, Kind
 from negamax.options.foreign import Foreign
 
@@ -216,8 +216,7 @@ class _Reader:
             if is_foreign and not attached and self.words and self.words[0].lower() in _TRUTHS:
                 attached = [self.words.pop(0)]
             said = (attached or ["true"])[0].lower()
-            if said not in _TRUTHS:
-                raise ConfigError(f"{written} is {said[:60]!r}; allowed: {', '.join(_TRUTHS)}")
+            check_choice(written, said, _TRUTHS)
             return Given(name, (), written, is_set=is_set == _TRUTHS[said])
         is_own = name in self.names.own
         values = attached or self._values(kind, own=is_own, name=name)

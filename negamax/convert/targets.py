@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import check_choice
 from negamax.base.tables import read_table
 from negamax.config.quantization import QuantizationSpec
 from negamax.quantization.detect import detect
@@ -92,6 +92,5 @@ TARGETS = {name: _read_target(name, table) for name, table in read_table(__file_
 
 
 def find_target(name: str) -> Target:
-    if name not in TARGETS:
-        raise ConfigError(f"--to is {name!r}; allowed: {', '.join(TARGETS)}")
+    check_choice("--to", name, TARGETS)
     return TARGETS[name]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, check_choice
 from negamax.config.grammar import Marker, Reasoning
 from negamax.models.registry import CHAT_FAMILIES, find_chat_family
 from negamax.text.chat_family import ChatFamily
@@ -173,8 +173,8 @@ def _choose(
     model: str, tool_call_parser: str, reasoning_parser: str
 ) -> tuple[ChatFamily, Thinking]:
     """Return the chat family, and whether the parser separates the reasoning from the content."""
-    _check_name("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS)
-    _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    check_choice("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS)
+    check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     of_calls = _TOOL_CALL_FAMILIES.get(tool_call_parser)
     of_reasoning, thinking = _REASONING_FAMILIES.get(reasoning_parser, (None, Thinking.RAW))
     if of_calls and of_reasoning and of_calls is not of_reasoning:
@@ -189,8 +189,3 @@ def _choose(
     if named is None and AUTO not in (tool_call_parser, reasoning_parser):
         named = _ANY
     return named or find_chat_family(model), thinking
-
-
-def _check_name(flag: str, name: str, allowed: Sequence[str]) -> None:
-    if name not in allowed:
-        raise ConfigError(f"{flag} is {name!r}; allowed: {', '.join(allowed)}")

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, check_choice
 
 T = TypeVar("T")
 
@@ -116,8 +116,8 @@ def check_options(options: Any) -> None:
     kind: type = type(options)
     for flag in flags_of(kind):
         name, value = flag_name(flag.field), getattr(options, flag.field)
-        if flag.choices and value not in flag.choices:
-            raise ConfigError(f"{name} is {value!r:.62}; allowed: {', '.join(flag.choices)}")
+        if flag.choices:
+            check_choice(name, value, flag.choices)
         if value is None:
             continue
         if flag.is_json and not isinstance(value, dict):

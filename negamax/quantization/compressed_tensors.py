@@ -67,7 +67,7 @@ _GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values for which files 
 def read(spec: QuantizationSpec) -> Scheme:
     check_table(spec, "compressed_tensors")
     check_fields(spec, {"format": (None, *_FORMATS, "mixed-precision", "dense")})
-    check_kv_cache(spec, "kv_cache_scheme")
+    check_kv_cache(spec)
     _check_transforms(spec)
     groups = spec.fields.get("config_groups")
     if spec.fields.get("format") == "dense" and not groups:

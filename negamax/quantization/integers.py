@@ -38,11 +38,11 @@ def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
     return get
 
 
-def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
+def group_size(spec: QuantizationSpec) -> int:
     """Return the number of columns per scale; -1 means all columns. Raises `ConfigError`."""
-    size = spec.fields.get(name)
+    size = spec.fields.get("group_size")
     if type(size) is not int or not (size == -1 or (size >= 8 and size % 8 == 0)):
-        refuse(spec, name, size, "-1, or a multiple of 8")
+        refuse(spec, "group_size", size, "-1, or a multiple of 8")
     return size
 
 

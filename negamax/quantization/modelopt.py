@@ -71,7 +71,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     spec = replace(spec, fields={**spec.fields, "quant_algo": algorithm})
     check_table(spec, "modelopt")
     check_fields(spec, {"quant_algo": (*ALGORITHMS, _MIXED, *((None,) if is_plain else ()))})
-    check_kv_cache(spec, "kv_cache_scheme")
+    check_kv_cache(spec)
     if is_plain:
         return Scheme((), lambda _: PLAIN)
     excluded = read_modules(spec, "exclude_modules", "ignore")

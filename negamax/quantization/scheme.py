@@ -119,8 +119,9 @@ def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
     return tuple(modules)
 
 
-def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
-    """Raise `ConfigError` if field `name` describes anything except an FP8 KV cache with scales."""
+def check_kv_cache(spec: QuantizationSpec) -> None:
+    """Raise `ConfigError` if `kv_cache_scheme` is not an FP8 KV cache with scales."""
+    name = "kv_cache_scheme"
     said = spec.fields.get(name)
     if said is None:
         return

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, check_choice
 from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import Feature, Platform
@@ -26,8 +26,7 @@ logger = get_logger(__name__)
 
 def choose_device(name: str) -> str:
     """Resolve the value of --device to "cpu" or "cuda". Raises `ConfigError` without a GPU."""
-    if name not in DEVICES:
-        raise ConfigError(f"--device is {name!r}; allowed: {', '.join(DEVICES)}")
+    check_choice("--device", name, DEVICES)
     found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not found):
         return "cpu"
