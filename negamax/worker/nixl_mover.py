@@ -7,6 +7,7 @@ covers all layers of a block in one kind of cache. Unequal tensor-parallel sizes
 import time
 import uuid
 from collections.abc import Sequence
+from logging import WARNING, getLogger
 
 import numpy as np
 import zmq
@@ -31,6 +32,7 @@ class NixlMover:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
+            getLogger("nixl").setLevel(WARNING)  # NIXL logs to stdout.
             self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
             self._registered = self._agent.register_memory(pool.host)
         except Exception as error:  # NIXL raises many exception types

@@ -349,7 +349,7 @@ def test_problems_of_a_copy_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
         second.close()
 
 
-def test_nixl_is_used_or_the_start_fails(tmp_path: Path) -> None:
+def test_nixl_is_used_or_the_start_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         import nixl  # noqa: F401
     except ImportError:
@@ -369,3 +369,4 @@ def test_nixl_is_used_or_the_start_fails(tmp_path: Path) -> None:
             assert torch.equal(torch.from_numpy(kind.blocks), values)
         first.close()
         second.close()
+    assert "NIXL" not in capfd.readouterr().out  # The first line of stdout says that it is ready.
