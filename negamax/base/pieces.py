@@ -65,3 +65,14 @@ def num_chars(
     if isinstance(value, list | tuple):
         return sum(num_chars(inner, is_left_out=is_left_out) for inner in value)
     return 1
+
+
+def count_nesting(value: object) -> int:
+    """Return the number of levels of nested objects and arrays in a JSON value."""
+    depth, level = 0, [value]
+    while level := [node for node in level if isinstance(node, dict | list)]:
+        depth += 1
+        level = [
+            child for node in level for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return depth

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
-from negamax.base.pieces import num_chars
+from negamax.base.pieces import count_nesting, num_chars
 from negamax.base.unicode import valid_unicode
 
 GrammarKind = Literal[
@@ -180,7 +180,7 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
         refuse_grammar(f"the {what} is nested too deeply; at most {max_nesting} levels are allowed")
     except ValueError as error:
         refuse_grammar(f"the {what} is not valid JSON: {error}")
-    depth = _count_nesting(value)
+    depth = count_nesting(value)
     if depth > max_nesting:
         refuse_grammar(
             f"the {what} is nested {depth} levels deep; at most {max_nesting} are allowed"
@@ -190,13 +190,3 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
 
 def refuse_grammar(message: str) -> NoReturn:
     raise InvalidRequestError(message, param="grammar", code="invalid_grammar")
-
-
-def _count_nesting(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [node for node in level if isinstance(node, dict | list)]:
-        depth += 1
-        level = [
-            child for node in level for child in (node.values() if isinstance(node, dict) else node)
-        ]
-    return depth

@@ -29,6 +29,10 @@ def raw_call(arguments: Any, *, id: str = "c1") -> Message:
     return {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
 def normalize(message: Message) -> Message:
     (normal,) = normalize_messages([message])
     return normal
@@ -170,9 +174,12 @@ def test_arguments_become_mappings(arguments: Any, expected: Message) -> None:
     [(M2, '<parameter name="arguments">'), (m3_template(), "<arguments>")],
     ids=["m2", "m3"],
 )
-def test_a_truncated_call_is_shown_with_its_raw_text(template: Any, opener: str) -> None:
-    messages = [user("x"), ai("", raw_call(CUT)), result("invalid JSON")]
-    assert f"{opener}{CUT}" in template.render(normalize_messages(messages))
+def test_truncated_and_deep_calls_are_shown_with_their_raw_text(template: Any, opener: str) -> None:
+    for raw in (CUT, *map(nested, (65, 500, 2_000, 50_000))):
+        messages = [user("x"), ai("", raw_call(raw)), result("invalid JSON")]
+        assert f"{opener}{raw}" in template.render(normalize_messages(messages))
+    deepest = normalize_messages([user("x"), ai("", raw_call(nested(64))), result("ok")])
+    assert opener not in template.render(deepest)
 
 
 def unseen_part(kind: str) -> Message:

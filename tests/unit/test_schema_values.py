@@ -97,7 +97,10 @@ CONVERSIONS: dict[tuple[str, ...], dict[str, Any]] = {
         '{"a": 1, "b": [true, null]}': {"a": 1, "b": [True, None]}, '{"a": 1': ..., "{'a': 1}": ...,
         '{"a": NaN}': ..., "5": ..., "[1]": [1],
     },
-    ("array",): {"\n[\n  1\n]\n": [1], "[1e999]": ..., DEEP: ...},
+    ("array",): {
+        "\n[\n  1\n]\n": [1], "[1e999]": ..., "[" * 65 + "]" * 65: ...,
+        "[" * 2_000 + "]" * 2_000: ..., DEEP: ...,
+    },
     ("null",): {"null": None, "other": ...},
     ("string", "null"): {"null": None, " null ": ..., "none": ..., "NULL": ..., "Null": ...},
     ("integer", "null"): {"NULL": None, " null ": None},

@@ -68,7 +68,7 @@ def test_messages_answers_and_the_loss_of_an_engine() -> None:
             with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
                 stranger.linger = 0
                 connect(stranger, tcp_endpoint(*peer))
-                nested = b"\x93\xa5close\xa1y" + b"\x91" * 5000
+                nested = b"\x93\xa5close\xa1y" + b"\x91" * 50_000
                 bad = ([b"\xc1"], [b"", b"", b""], [b"\x92\xa5close\xa1\xff"], [nested + b"\x01"])
                 for frames in (*bad, [b"\x92\xa5close\xa1x"]):
                     stranger.send_multipart(frames)

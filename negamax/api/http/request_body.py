@@ -18,6 +18,7 @@ from negamax.api.http.request_threads import run_off_loop
 from negamax.api.schemas.request_model import RequestModel, RequestT
 from negamax.api.schemas.tools import check_mended_tools
 from negamax.base.errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError
+from negamax.base.pieces import count_nesting
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
@@ -167,8 +168,8 @@ def _decode_fields(
         ) from None
     except RecursionError:
         raise _build_depth_error() from None
-    if count_openers(body) > MAX_JSON_DEPTH:
-        _check_depth(decoded)
+    if count_openers(body) > MAX_JSON_DEPTH and count_nesting(decoded) > MAX_JSON_DEPTH:
+        raise _build_depth_error()
     if is_mended:
         check_mended_tools(decoded.get("tools"))
     return decoded, sum(len(memoryview(raw)) for name, raw in fields.items() if model.reads(name))
@@ -283,17 +284,3 @@ def _build_depth_error() -> InvalidRequestError:
     return InvalidRequestError(
         f"the JSON is nested too deeply; allowed: {MAX_JSON_DEPTH} levels", code="invalid_json"
     )
-
-
-def _check_depth(value: object) -> None:
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        containers = [part for part in level if isinstance(part, dict | list)]
-        if not containers:
-            return
-        level = [
-            inner
-            for part in containers
-            for inner in (part.values() if isinstance(part, dict) else part)
-        ]
-    raise _build_depth_error()

@@ -111,11 +111,8 @@ def _parse(text: str) -> Any:
         return None
 
 
-def _write_members(members: dict[str, Any]) -> dict[str, str] | None:
-    try:
-        return {key: write_json(member) for key, member in members.items()}
-    except RecursionError:  # the value of a member is nested too deeply
-        return None
+def _write_members(members: dict[str, Any]) -> dict[str, str]:
+    return {key: write_json(member) for key, member in members.items()}
 
 
 def _read_elements(text: str, schema: ValueSchema, *, depth: int) -> dict[str, str] | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any
 
+from negamax.base.pieces import count_nesting
 from negamax.text.schema_walk import find_types, walk_alternatives
 
 # If a schema allows only these types, the argument is streamed as a string.
@@ -25,6 +26,9 @@ _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
 # Limit of the total length of names that match _ODD. Tags with other names end at the first ">".
 _MAX_ODD_CHARS = 20_000
 _MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits
+# Chat templates can render this depth. Python's own limit depends on its version: 3.11 reads about
+# 1,000 levels, 3.12 and newer 10,000.
+_MAX_NESTING = 64
 # null, booleans and numbers in the spelling of chat templates
 _LITERAL = re.compile(
     r"(?P<null>null)|(?P<boolean>true|false)|(?P<integer>-?(?:0|[1-9][0-9]*))"
@@ -229,13 +233,16 @@ def json_string_body(text: str) -> str:
 def parse_json(text: str) -> Any:
     """Parse strict JSON. Raises `ValueError` for invalid JSON, NaN, infinities and deep nesting."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    if text.count("[") + text.count("{") > _MAX_NESTING and count_nesting(value) > _MAX_NESTING:
+        raise ValueError("nested too deeply")
+    return value
 
 
 def write_json(value: Any) -> str:
-    """Write a parsed value as JSON. Raises `RecursionError` if the value is nested too deeply."""
+    """Write a parsed value as JSON."""
     written = _encode(value)
     try:
         written.encode()
@@ -284,7 +291,7 @@ def _convert_container(text: str, kind: type | tuple[type, ...]) -> str | None:
     try:
         value = parse_json(text)
         return write_json(value) if isinstance(value, kind) else None
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
