@@ -2,7 +2,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -243,7 +243,8 @@ async def test_a_connection_carries_several_requests_until_either_side_ends_it()
             pass
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as running:
+    # From Python 3.12 on, `async with` waits for open connections.
+    with closing(await asyncio.start_server(serve, "127.0.0.1", 0)) as running:
         address = urlsplit(f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}")
         pool = ServerPool([address], role="both")
         pool.servers[0].is_up = True
@@ -271,7 +272,11 @@ async def test_a_connection_carries_several_requests_until_either_side_ends_it()
         before = len(accepted)
         await ask(wrapped)
         assert len(accepted) == before + 1
-        pool.servers[0].connections.close()
+        (connections := pool.servers[0].connections).close()
+        late = await connections.open()
+        late[0].feed_data(OK)  # Bytes arrive after the answer and before `keep`.
+        connections.keep(late)
+        assert connections.take() is None
 
 
 @in_loop
@@ -355,7 +360,7 @@ async def test_a_silent_server_fails_its_probe(monkeypatch: pytest.MonkeyPatch) 
         writer.close()
         ended.set()
 
-    async with await asyncio.start_server(wait, "127.0.0.1", 0) as server:
+    with closing(await asyncio.start_server(wait, "127.0.0.1", 0)) as server:
         address = urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         pool = ServerPool([address], role="both")
         await pool.probe()

@@ -11,20 +11,27 @@ IDLE_SECONDS = 4.0  # Time limit of an idle connection, below uvicorn's limit of
 
 
 class KeptReader(asyncio.StreamReader):
-    """Reads from a connection. An idle connection becomes unusable if bytes or EOF arrive."""
+    """Reads from a connection. After an answer, unread bytes or EOF make a connection unusable."""
 
     def __init__(self) -> None:
         super().__init__(limit=_READ_LIMIT)
-        self.is_idle = self.is_spoiled = self.has_received = False
+        self.has_received = False
+        self.num_unread = 0  # in bytes
         self.idle_since = 0.0
 
+    @property
+    def is_spoiled(self) -> bool:
+        return self.at_eof() or self.num_unread > 0
+
     def feed_data(self, data: Any) -> None:
-        self.has_received, self.is_spoiled = True, self.is_spoiled or self.is_idle
+        self.has_received = True
+        self.num_unread += len(data)
         super().feed_data(data)
 
-    def feed_eof(self) -> None:
-        self.is_spoiled = True
-        super().feed_eof()
+    async def read(self, n: int = -1) -> bytes:
+        part = await super().read(n)
+        self.num_unread -= len(part)
+        return part
 
 
 Connection = tuple[KeptReader, asyncio.StreamWriter]
@@ -52,7 +59,7 @@ class ConnectionPool:
             reader, writer = self._idle.pop()
             is_old = time.monotonic() - reader.idle_since > IDLE_SECONDS
             if not (is_old or reader.is_spoiled or writer.is_closing()):
-                reader.is_idle = reader.has_received = False
+                reader.has_received = False
                 return reader, writer
             writer.close()
             if is_old:
@@ -62,7 +69,7 @@ class ConnectionPool:
     def keep(self, connection: Connection) -> None:
         """Keep a connection for reuse after an answer, or close it if it is not reusable."""
         reader, writer = connection
-        reader.is_idle, reader.idle_since = True, time.monotonic()
+        reader.idle_since = time.monotonic()
         if reader.is_spoiled or len(self._idle) >= MAX_IDLE:
             writer.close()
         else:
