@@ -18,6 +18,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 class FaultyServer:
     port: int = 0
     connections: int = 0
+    refusals: int = 0  # number of next GET requests that get status 503
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
 
@@ -35,6 +36,10 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 match = re.search(r"(?i)content-length: (\d+)", head)
                 body = await reader.readexactly(int(match[1]) if match else 0)
+                if head.startswith("GET") and state.refusals:
+                    state.refusals -= 1
+                    writer.write(whole(503, {}))
+                    continue
                 if head.startswith("GET"):
                     writer.write(whole(200, {"data": [{"id": "faulty", "max_model_len": 4096}]}))
                     continue

@@ -406,6 +406,14 @@ def quiet_server() -> Iterator[FaultyServer]:
         yield server
 
 
+def test_a_server_that_starts_is_awaited(bench: Bench) -> None:
+    with faulty_server(answering(good_stream())) as server:
+        server.refusals = 2
+        assert bench(url(server), SMALL) == {} and "/v1/models returns HTTP 503" in bench.err
+        found = bench.measure(url(server), f"{SMALL} --ready-check-timeout-sec 60")
+    assert (found["model_id"], found["failed"], server.refusals) == ("faulty", 0, 0)
+
+
 def test_key_headers_and_fields_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-from-environment")
     sent = """--header 'x-team=a b' --extra-body '{"top_k": 3}' --top-p 0.5"""
