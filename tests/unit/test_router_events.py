@@ -48,6 +48,7 @@ class FakePublisher:
         port = free_port()
         self.address = EventAddress(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
         self.batches: list[bytes] = []
+        self.peers = [self]  # all publishers of the reader
         self.num_replays = 0
         self.is_silent = False  # Whether requests for replays get no answer.
         self._live, self._replays = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
@@ -75,7 +76,8 @@ class FakePublisher:
 
     def wait(self, check: Callable[[], bool]) -> bool:
         def is_true() -> bool:
-            self.poll()
+            for peer in self.peers:
+                peer.poll()
             return check()
 
         return eventually(is_true)
@@ -87,6 +89,7 @@ def reading(count: int = 1) -> Iterator[tuple[list[FakePublisher], list[BlockInd
     with zmq.Context() as context:
         publishers = [FakePublisher(context) for _ in range(count)]
         for publisher in publishers:
+            publisher.peers = publishers
             publisher.send(CLEARED)
         reader = EventReader(publisher.address for publisher in publishers)
         try:
@@ -161,8 +164,8 @@ def test_lost_batches_are_replayed_in_order(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_server_that_replays_nothing_loses_its_blocks_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_events, "_REPLAY_SECONDS", 0.3)
     with reading() as ((publisher,), (index,)):
+        monkeypatch.setattr(kv_events, "_REPLAY_SECONDS", 0.3)
         publisher.is_silent = True
         publisher.send(removed(1), is_lost=True)
         publisher.send(stored(2))

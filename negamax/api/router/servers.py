@@ -33,7 +33,7 @@ _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
 # If a reused connection ends within this time after a request, the request is sent again.
 _CROSSED_SECONDS = 1.0
-_BLOCKS_SECONDS = 1.0  # Time limit of a request for the blocks of a prompt.
+_BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
 _BLOCKS_BYTES = 2**22  # Size limit of its answer.
 _PAUSE_SECONDS = 5.0  # Time without such requests after a server did not answer one.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
