@@ -8,33 +8,13 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
+from negamax.base.tables import read_table
 from negamax.config.quantization import PROVENANCE, read_quantization
 
 MAX_TOKEN_IDS = 1024  # Largest number of ids in a list of end tokens.
-# Field of config.json -> field of `ModelSpec` with this size. A missing field is an error.
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-}
+_TABLES = read_table(__file__)
+_KNOWN = {*_TABLES["sizes"], *_TABLES["read"].split(), *_TABLES["ignored"].split(), PROVENANCE}
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_READ = {
-    *_SIZES, "architectures", "bos_token_id", "dtype", "eos_token_id", "model_type",
-    "partial_rotary_factor", "quantization_config", "rms_norm_eps", "rope_parameters",
-    "rope_scaling", "rope_theta", "rotary_dim", "torch_dtype", PROVENANCE,
-}  # fmt: skip
-# Fields of config.json that do not change inference.
-_IGNORED = {
-    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
-    "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",
-    "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
-    "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
-}  # fmt: skip
 _SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> switch that enables it
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
@@ -52,12 +32,12 @@ def read_common(
     If config.json states no rotary dimension, all head dimensions are assumed to rotate. Without
     `rotates_fully`, this assumption is added to `notes`.
     """
-    sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
+    sizes = {name: read_size(config, key) for key, name in _TABLES["sizes"].items()}
     rope_notes: list[str] = [] if rotates_fully else notes
     return {
         **sizes,
         "dtype": _read_dtype(config, notes=notes),
-        "bos_token_id": _read_one_token(config, "bos_token_id"),
+        "bos_token_id": _read_first_token(config),
         "eos_token_ids": read_token_ids(config.get("eos_token_id"), name="eos_token_id"),
         "quantization": read_quantization(config),
         "rms_norm_eps": read_number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
@@ -103,7 +83,7 @@ def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]
 
 def list_unknown(config: Mapping[str, Any], known: Set[str]) -> list[str]:
     """List the fields of `config` that this module does not read and `known` does not contain."""
-    return sorted(str(key) for key in config if key not in known | _READ | _IGNORED)
+    return sorted(str(key) for key in config if key not in known | _KNOWN)
 
 
 def merge_fields(
@@ -184,10 +164,10 @@ def _require(config: Mapping[str, Any], name: str) -> Any:
     return config[name]
 
 
-def _read_one_token(config: Mapping[str, Any], name: str) -> int | None:
-    ids = read_token_ids(config.get(name), name=name)
+def _read_first_token(config: Mapping[str, Any]) -> int | None:
+    ids = read_token_ids(config.get("bos_token_id"), name="bos_token_id")
     if len(ids) > 1:
-        refuse(name, config[name], "one token id or null")
+        refuse("bos_token_id", config["bos_token_id"], "one token id or null")
     return ids[0] if ids else None
 
 

@@ -132,18 +132,11 @@ def _capture_sizes(entry: Foreign, value: Any, line: Mapping[str, str]) -> Trans
     return Translation((("--max-cudagraph-capture-size", str(max(sizes))),))
 
 
-def _attention(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    dtype = value.get("indexer_kv_dtype") if isinstance(value, dict) else None
-    if dtype is None:
-        return Translation(note=entry.reason)
-    return Translation((("--index-cache-dtype", str(dtype)),))
-
-
-def _profiler(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    folder = value.get("torch_profiler_dir") if isinstance(value, dict) else None
-    if not folder:
-        return Translation(note=entry.reason)
-    return Translation((("--profile-dir", str(folder)),))
+def _member(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Set a Negamax option to a member of a JSON object. `entry.argument` is OPTION=MEMBER."""
+    name, _, key = entry.argument.partition("=")
+    own = value.get(key) if isinstance(value, dict) else None
+    return Translation(((name, str(own)),)) if own else Translation(note=entry.reason)
 
 
 def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
@@ -331,7 +324,7 @@ _RULES: Mapping[str, Rule] = {
     rule.__name__.removeprefix("_"): rule
     for rule in (
         _override,
-        *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups, _profiler),
+        *(_rename, _switch, _member, _compilation, _capture_sizes, _attention_groups),
         *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
         *(_host_cache, _host_cache_size, _host_cache_files),
         *(_speculation, _eplb, _disaggregation, _tokenizer, _overrides),
