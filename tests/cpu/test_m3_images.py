@@ -332,5 +332,6 @@ def test_synthetic_weights_read_images(seeing: tuple[Any, Path]) -> None:
         rows = encoder.rows[encoder.rows.any(dim=1)]
     assert first.content == again.content and first.prompt_logprobs != second.prompt_logprobs
     assert len(rows) == 60 and 0.7 < rows.std() < 1.4 and rows.std(dim=0).mean() > 0.5
-    bundled = locate(EngineOptions("minimax-m3", load_format="synthetic")).spec.vision
+    asked = EngineOptions("minimax-m3", load_format="synthetic", device="cpu")
+    bundled = _make_worker_config(asked, locate(asked), None).spec.vision
     assert bundled is not None and bundled.image_token_id == 4121 == bundled.image_end_id - 5

@@ -15,6 +15,7 @@ from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.checkpoint.identity import find_commit
+from negamax.config.embedded import EMBEDDED
 from negamax.config.json_file import read_json_object
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
@@ -288,13 +289,22 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 
 def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> Spec:
     """Remove the vision tower from `spec` if the files lack it or if the options exclude images.
-    Without a vision tower the server refuses images.
+    Without a vision tower the server refuses images. A bundled spec gets the ids of the image
+    tokens in its tokenizer, which is not the published one.
     """
-    reason = None if spec.vision is None else _explain_text_only(options, source)
-    if reason is None:
+    if spec.vision is None:
         return spec
-    logger.info("requests with images are refused: %s", reason)
-    return replace(spec, vision=None)
+    reason = _explain_text_only(options, source)
+    if reason is not None:
+        logger.info("requests with images are refused: %s", reason)
+        return replace(spec, vision=None)
+    if source.tokenizer_folder not in EMBEDDED.values():
+        return spec
+    tokenizer = read_json_object(source.tokenizer_folder / "tokenizer.json")
+    ids = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    names = {"token": "image", "start": "start of image", "end": "end of image"}
+    own = {f"image_{part}_id": ids[f"]<]{name}[>["] for part, name in names.items()}
+    return replace(spec, vision=replace(spec.vision, **own))
 
 
 def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | None:

@@ -128,7 +128,6 @@ def _locate_target(options: EngineOptions) -> ModelSource:
         spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
         spec = _apply_quantization(spec, options)
         folder = EMBEDDED[find_family(spec.architecture).embedded]
-        spec = _replace_image_ids(spec, folder / "tokenizer.json")
         generation = _read_generation(None, spec, options)
         return ModelSource(spec, generation, None, folder, options.model)
     folder = resolve_model(
@@ -144,18 +143,6 @@ def _locate_target(options: EngineOptions) -> ModelSource:
     weights = None if options.load_format == "synthetic" else folder
     generation = _read_generation(folder, spec, options)
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
-
-
-def _replace_image_ids(spec: ModelSpec, tokenizer: Path) -> ModelSpec:
-    """Use the ids of image tokens in the tokenizer of a bundled model spec."""
-    if spec.vision is None:
-        return spec
-    ids = {each["content"]: each["id"] for each in read_json_object(tokenizer)["added_tokens"]}
-    image, start, end = (
-        ids[f"]<]{name}[>["] for name in ("image", "start of image", "end of image")
-    )
-    own = {"image_token_id": image, "image_start_id": start, "image_end_id": end}
-    return replace(spec, vision=replace(spec.vision, **own))
 
 
 def _read_generation(
