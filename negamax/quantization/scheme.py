@@ -98,14 +98,14 @@ def read_fields(name: str) -> tuple[dict[str, tuple[object, ...]], tuple[str, ..
         values[field.removesuffix("?")] = ((None,) if is_optional else ()) + tuple(supported)
     others = tuple(table.get("others", "").split())
     for added in map(read_fields, table.get("with", "").split()):
-        values, others = values | added[0], others + added[1]
+        values, others = added[0] | values, others + added[1]
     return values, others
 
 
 def check_table(spec: QuantizationSpec, name: str) -> None:
-    """Check all fields of `spec` with a table of fields.toml. Raises `ConfigError`."""
+    """Check the fields of `spec` with a table of fields.toml. Raises `ConfigError`."""
     values, others = read_fields(name)
-    check_fields(spec, values, beside=others)
+    check_fields(spec, values, beside=others or None)
 
 
 def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:

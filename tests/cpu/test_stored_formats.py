@@ -202,7 +202,7 @@ def test_fnuz_nan_is_named(tmp_path: Path) -> None:
 
 # --- exports --------------------------------------------------------------------------------------
 
-CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "observer": "mse"}
 
 
 def describe(folder: Path, description: dict[str, Any]) -> None:
