@@ -17,8 +17,6 @@ from typing import Any
 from negamax.config.quantization import QuantizationSpec
 from negamax.config.spellings import fill_strategy
 from negamax.formats.floats import (
-    MX_GROUP,
-    NVFP4_GROUP,
     PER_MATRIX,
     PER_ROW,
     PLAIN,
@@ -43,7 +41,6 @@ from negamax.formats.tensor_format import (
 )
 from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.integers import (
-    PACKED_BITS,
     cache_format,
     group_name,
     group_size,
@@ -143,15 +140,6 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     return read_modules(fields, "targets"), stored
 
 
-# Fields of `weights` in a config group -> values that every format supports.
-_WEIGHTS = {
-    "symmetric": (True,), "dynamic": (None, False), "block_structure": (None,),
-    "actorder": (None, False), "zp_dtype": (None,),
-}  # fmt: skip
-# These fields describe how the scales were computed and do not affect the format.
-_OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
-
-
 # --- float-quantized -----------------------------------------------------------------------------
 
 
@@ -162,32 +150,21 @@ STRATEGIES = {
 
 
 def _read_e4m3(weights: QuantizationSpec) -> TensorFormat:
-    allowed = {
-        **_WEIGHTS, "num_bits": (8,), "type": ("float",), "strategy": (*STRATEGIES, "block"),
-        "group_size": (None,),
-    }  # fmt: skip
+    check_table(weights, "compressed_e4m3")
     strategy = str(weights.fields.get("strategy"))
     if strategy == "block":
-        del allowed["block_structure"]
-    check_fields(weights, allowed, beside=(*_OBSERVED, "block_structure"))
-    return fp8_blocks(weights, "block_structure") if strategy == "block" else STRATEGIES[strategy]
+        return fp8_blocks(weights, "block_structure")
+    check_fields(weights, {"block_structure": (None,)})
+    return STRATEGIES[strategy]
 
 
 # --- nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized ---------------------------------
 
 _NVFP4 = nvfp4(values="weight_packed", global_scale="weight_global_scale", divides=True)
-_AS_NVFP4: dict[str, Any] = {
-    "strategy": ("tensor_group",),
-    "zp_dtype": (None, "torch.float8_e4m3fn"),
-}
-_AS_MX: dict[str, Any] = {"strategy": ("group",), "zp_dtype": (None, "torch.uint8")}
 
 
-def _read_floats(
-    weights: QuantizationSpec, *, stored: TensorFormat, bits: int, size: int, **allowed: Any
-) -> TensorFormat:
-    own = {"num_bits": (bits,), "type": ("float",), "group_size": (size,), **allowed}
-    check_fields(weights, {**_WEIGHTS, **own}, beside=_OBSERVED)
+def _read_floats(weights: QuantizationSpec, *, stored: TensorFormat, table: str) -> TensorFormat:
+    check_table(weights, table)
     return stored
 
 
@@ -233,13 +210,7 @@ def packed(
 
 def _read_packed(weights: QuantizationSpec) -> TensorFormat:
     is_grouped = weights.fields.get("strategy") == "group"
-    allowed = {
-        **_WEIGHTS, "num_bits": PACKED_BITS, "type": ("int",), "strategy": ("group", "channel"),
-        "symmetric": (True, False),
-        "actorder": (None, False, "weight", "static", *(_GROUP_ORDERS if is_grouped else ())),
-        "zp_dtype": (None, "torch.int8"),
-    }  # fmt: skip
-    check_fields(weights, allowed, beside=(*_OBSERVED, "group_size"))
+    check_table(weights, "compressed_packed_groups" if is_grouped else "compressed_packed")
     return packed(
         int(weights.fields["num_bits"]),
         group_size(weights) if is_grouped else -1,
@@ -267,24 +238,18 @@ INT8_CHANNEL = int8(-1)
 
 def _read_int8(weights: QuantizationSpec) -> TensorFormat:
     is_grouped = weights.fields.get("strategy") == "group"
-    allowed = {
-        **_WEIGHTS, "num_bits": PACKED_BITS, "type": ("int",), "strategy": ("channel", "group"),
-        "actorder": (None, False, "weight", "static"), "zp_dtype": (None, "torch.int8"),
-    }  # fmt: skip
-    check_fields(weights, allowed, beside=(*_OBSERVED, "group_size"))
+    check_table(weights, "compressed_int8")
     return int8(group_size(weights) if is_grouped else -1)
 
 
 # To add a format of this method, write its reader and add it to this table.
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
-    "nvfp4-pack-quantized": partial(
-        _read_floats, stored=_NVFP4, bits=4, size=NVFP4_GROUP, **_AS_NVFP4
-    ),
+    "nvfp4-pack-quantized": partial(_read_floats, stored=_NVFP4, table="compressed_nvfp4"),
     "mxfp4-pack-quantized": partial(
-        _read_floats, stored=mxfp4(values="weight_packed"), bits=4, size=MX_GROUP, **_AS_MX
+        _read_floats, stored=mxfp4(values="weight_packed"), table="compressed_mxfp4"
     ),
-    "mxfp8-quantized": partial(_read_floats, stored=mxfp8(), bits=8, size=MX_GROUP, **_AS_MX),
+    "mxfp8-quantized": partial(_read_floats, stored=mxfp8(), table="compressed_mxfp8"),
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }
