@@ -9,7 +9,7 @@ On the CPU the kernels run on the op's small cases, and the wall clock times one
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -143,13 +143,10 @@ def cases(op: AnyOp, *, platform: str, dtype: torch.dtype, ranks: Sequence[int])
     """
     generator = torch.Generator(device=platform).manual_seed(0)
     if platform == "cuda":
-        made = CASES[op].wide(dtype, generator)
+        made: Iterable[Case] = CASES[op].wide(dtype, generator)
     else:
         made = [case for case in CASES[op].small(dtype, generator) if case.stored is PLAIN]
-    made.reverse()
-    while made:
-        # The list must not hold the case, so that its weights, which may be large, are freed.
-        case = made.pop()
+    for case in made:
         degree = _RANKS.search(case.label)
         tensors = (value for value in case.tensors.values() if isinstance(value, Tensor))
         is_empty = any(value.numel() == 0 for value in tensors)

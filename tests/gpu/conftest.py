@@ -7,7 +7,8 @@ import fcntl
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ WITHOUT_ENGINE = {
 collect_ignore = [
     each.name for each in HERE.glob("test_*.py") if KERNELS_ONLY and each.name not in WITHOUT_ENGINE
 ]
-# Each of these tests needs up to 48 GiB of GPU memory, so only one runs at a time.
-IS_LARGE = re.compile(r"at_full_width\[moe.experts|test_two_full_layers")
+IS_LARGE = re.compile("test_two_full_layers")  # needs up to 48 GiB of GPU memory
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 IS_PARALLEL = bool(WORKER)
 if IS_PARALLEL and (count := torch.cuda.device_count()) > 1:
@@ -49,16 +49,28 @@ def small_kv_caches() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def wait_for_turn() -> Iterator[None]:
+    """Run one large computation at a time, and free its unused memory."""
+    with Path(__file__).open() as lock:
+        if IS_PARALLEL:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def large_turn() -> Callable[[], AbstractContextManager[None]]:
+    return wait_for_turn
+
+
 @pytest.fixture(autouse=True)
 def take_turns(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run one large test at a time, and free the unused memory after each test."""
-    if not IS_PARALLEL:
+    with wait_for_turn() if IS_LARGE.search(request.node.nodeid) else nullcontext():
         yield
-        return
-    with Path(__file__).open() as lock:
-        if IS_LARGE.search(request.node.nodeid):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    if IS_PARALLEL:
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -53,12 +53,13 @@ class OpCases:
 
     `apply` calls any kernel of the op on a case and returns all its outputs, including tensors
     written in place. `wide` makes cases at the sizes of the real models, on the generator's device.
+    An iterator makes each case when it is needed, because all weights together would be large.
     """
 
     small: Make
     apply: Apply
     cost: Callable[[Case], Cost]
-    wide: Make = lambda dtype, generator: []
+    wide: Callable[[torch.dtype, torch.Generator], Iterable[Case]] = lambda dtype, generator: []
 
 
 def table(make: Callable[..., Case], rows: Rows, **fixed: Any) -> Make:

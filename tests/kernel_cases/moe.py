@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -258,23 +259,21 @@ def _fp8_case(
     return replace(case, label=label)
 
 
-def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Case]:
     m2 = [(E4M3_BLOCKS, width, _TOKENS) for width in _WIDTHS]
     m2 += [(form, n, (*_TOKENS, _LONG)) for form in weight_only.FORMATS for n in _PACKED_WIDTHS]
     m3 = [(form, width) for form in (E4M3_BLOCKS, mxfp8()) for width in _M3_WIDTHS]
     m3 += [(weight_only.INT4, width) for width in _M3_PACKED_WIDTHS]
-    cases = []
     for stored, width, counts in m2:
         weights = stored_experts(stored, 256, 3072, width, generator)
         for num_tokens in counts:
             sizes = (num_tokens, 3072, width, 256, 8, 0, 256, weights)
-            cases.append(_stored_case(dtype, generator, stored, *sizes))
+            yield _stored_case(dtype, generator, stored, *sizes)
     for stored, width in m3:
         weights = stored_experts(stored, 129, 6144, width, generator)
         for num_tokens in _TOKENS:
             sizes = (num_tokens, 6144, width, 128, 4, weights)
-            cases.append(_m3_case(dtype, generator, stored, *sizes))
-    return cases
+            yield _m3_case(dtype, generator, stored, *sizes)
 
 
 def _stored_case(
