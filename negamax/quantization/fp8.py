@@ -10,11 +10,8 @@ from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.floats import (
-    E4M3,
     E4M3_BLOCKS,
     E4M3_FNUZ,
-    MX_GROUP,
-    NVFP4_GROUP,
     PER_MATRIX,
     PLAIN,
     fp8,
@@ -23,7 +20,7 @@ from negamax.formats.floats import (
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
-from negamax.quantization.scheme import Scheme, check_fields, is_within, read_modules, refuse
+from negamax.quantization.scheme import Scheme, check_table, is_within, read_modules, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 MXFP8 = mxfp8(scale_name="weight_scale_inv")
@@ -36,14 +33,7 @@ _PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # modules of M3.1 that are 
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    check_fields(
-        spec,
-        {
-            "fmt": (None, E4M3, "e4m3", *_FNUZ),
-            "activation_scheme": (None, "dynamic", "static"),
-            "scale_fmt": (None, "float"),
-        },
-    )
+    check_table(spec, "fp8")
     plain = read_modules(spec, "modules_to_not_convert", "ignored_layers")
     return Scheme.uniform(_format(spec), plain)
 
@@ -51,23 +41,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 def read_mxfp8(spec: QuantizationSpec) -> Scheme:
     """Read the scheme of MXFP8 weights. Options, not config.json, set the dtypes of KV caches."""
     has_nvfp4 = spec.fields.get("moe_quant_algo") is not None
-    mixed: dict[str, tuple[object, ...]] = {
-        "moe_quant_algo": ("NVFP4",),
-        "moe_quant_format": (None, "nvfp4-pack-quantized"),
-        "group_size": (None, NVFP4_GROUP),
-        "kv_cache_quant_algo": (None, "FP8"),
-        "attention_quant_algo": (None, "FP8"),
-        "index_k_quant_type": (None, "nvfp4"),
-    }
-    check_fields(
-        spec,
-        {
-            "weight_block_size": (None, [1, MX_GROUP]), "fmt": (None, E4M3, "e4m3"),
-            "activation_scheme": (None, "dynamic"), "scale_fmt": (None, "ue8m0"),
-            **(mixed if has_nvfp4 else dict.fromkeys(mixed, (None,))),
-        },
-        beside=("ignored_layers", "modules_to_not_convert", "quant_method"),
-    )  # fmt: skip
+    check_table(spec, "mxfp8_with_nvfp4" if has_nvfp4 else "mxfp8")
     plain = read_modules(spec, "ignored_layers", "modules_to_not_convert")
     if not has_nvfp4:
         return Scheme.uniform(MXFP8, plain)

@@ -10,8 +10,6 @@ from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.formats.floats import (
-    MX_GROUP,
-    NVFP4_GROUP,
     PER_MATRIX,
     PLAIN,
     add_input_scale,
@@ -32,15 +30,6 @@ from negamax.quantization.scheme import (
 )
 
 _E4M3, _CACHE = "fp8_e4m3", "kv_cache_quant_config"
-_MXFP4 = {
-    "dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (MX_GROUP,),
-    "scale_format": ("e8m0",),
-}  # fmt: skip
-_NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
-_FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
-_INT8 = {**_FP8, "dtype": ("int8",)}
-# Field of a weight config -> supported values: scales must be stored, not computed at run time.
-_STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
 # Values of `algo_config` whose effect is already part of the stored weights.
 _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
 
@@ -91,16 +80,15 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
         beside=("input_tensors", "target_device", "weight"),
     )
     if cached and outputs:
-        _check(fields, "output_tensors", outputs, {**_FP8, "qscheme": ("per_tensor",)})
+        _check(fields, "output_tensors", outputs, "quark_output")
     weight, inputs = said.get("weight"), said.get("input_tensors")
     if not weight:
         return PLAIN
     if isinstance(weight, Sequence):
-        whole = {**_FP8, "qscheme": ("per_tensor",)}
         if len(weight) != 2:
             refuse(fields, "weight", weight, "an object, or a list of two for NVFP4")
-        _check(fields, "weight", weight[0], {**_NVFP4, **_STORED})
-        _check(fields, "weight", weight[1], {**whole, **_STORED})
+        _check(fields, "weight", weight[0], "quark_nvfp4")
+        _check(fields, "weight", weight[1], "quark_global_scale")
         return nvfp4(input_scale="input_scale_2" if inputs else None)
     if not isinstance(weight, Mapping):
         refuse(fields, "weight", weight, "an object, or a list of two for NVFP4")
@@ -108,13 +96,13 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
         refuse(fields, "weight.dtype", weight.get("dtype"), f"{_E4M3}, fp4, int8")
     is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")
     if weight["dtype"] == "fp4":
-        _check(fields, "weight", weight, {**_MXFP4, **_STORED})
+        _check(fields, "weight", weight, "quark_mxfp4")
         return add_input_scale(mxfp4(), "input_scale") if is_static else mxfp4()
     if weight["dtype"] == "int8":
-        _check(fields, "weight", weight, {**_INT8, **_STORED})
+        _check(fields, "weight", weight, "quark_int8")
         stored = int8(is_static=is_static, by_row=weight["qscheme"] == "per_channel")
     else:
-        _check(fields, "weight", weight, {**_FP8, **_STORED})
+        _check(fields, "weight", weight, "quark_fp8")
         scale = "input_scale" if is_static else None
         is_by_row = weight["qscheme"] == "per_channel"
         name, dims = ("channel", (ROWS,)) if is_by_row else ("tensor", PER_MATRIX)
@@ -122,13 +110,11 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     return use_rounded_activations(stored) if inputs else stored
 
 
-def _check(
-    spec: QuantizationSpec, name: str, said: Any, allowed: Mapping[str, Sequence[object]]
-) -> None:
-    """Raise `ConfigError` if a field of `said` has a value that is not in `allowed`."""
+def _check(spec: QuantizationSpec, name: str, said: Any, table: str) -> None:
+    """Raise `ConfigError` if field `name`, which is `said`, does not fit a table of fields.toml."""
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
-    check_fields(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), allowed)
+    check_table(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), table)
 
 
 @cache
