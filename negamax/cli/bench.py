@@ -23,7 +23,15 @@ from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profi
 from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.examples import make_epilog
 from negamax.cli.options import add_command, add_options, setting, template_option
-from negamax.evals.suites import DEFAULT_SUITES, GSM8K, SUITES, explain_unknown, load_problems
+from negamax.evals.suites import (
+    DEFAULT_SUITES,
+    GSM8K,
+    GSM8K_ADDRESS,
+    SUITES,
+    check_can_read,
+    explain_unknown,
+    load_problems,
+)
 from negamax.options.engine import EngineOptions
 
 app = typer.Typer(
@@ -62,8 +70,9 @@ def accuracy(
     ),
     data: str | None = setting(
         None,
-        "Read the problems of gsm8k from this file, which is test.jsonl of GSM8K, or from a copy "
-        "on the Hugging Face hub, such as hf://datasets/OWNER/NAME/test.jsonl.",
+        "Read the problems of gsm8k from this file (JSONL or Parquet), or from a file on the "
+        "Hugging Face hub, such as hf://datasets/OWNER/NAME/test.jsonl. Default: the Parquet file "
+        "of hf://datasets/openai/gsm8k, which needs negamax[parquet].",
     ),
     max_tokens: int | None = setting(
         None, "Generate at most this many tokens per problem (default: 1024; gsm8k 16384).", min=1
@@ -75,8 +84,11 @@ def accuracy(
     """Solve problems with exact answers, and count the correct answers. MODEL defaults to `nano`.
     `--seed` selects the problems. `negamax bench compare` compares two files of `--json`.
     """
+    if data is None and GSM8K in (suite or ()):
+        data = GSM8K_ADDRESS
     file = None
     if data is not None:
+        check_can_read(data)
         file = fetch_data_file(data) if data.startswith("hf:") else Path(data)
     for name in suite or ():
         if reason := explain_unknown(name):

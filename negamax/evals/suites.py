@@ -7,9 +7,10 @@ The problems of nano's suites are fixed. `gsm8k` reads GSM8K's published file. S
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
 GSM8K = "gsm8k"
+GSM8K_ADDRESS = "hf://datasets/openai/gsm8k/main/test-00000-of-00001.parquet"
 MAX_TOKENS = {GSM8K: 16_384}  # suite -> maximum output tokens; others: `MOST_TOKENS`
 MOST_TOKENS = 1024
 _STEPS = {
@@ -122,17 +124,12 @@ def _read_bundled(suite: str) -> list[Problem]:
 
 
 def _read_gsm8k(file: Path | None) -> list[Problem]:
-    """Read lines with a `question` and an `answer` that ends with #### and a number."""
+    """Read rows with a `question` and an `answer` that ends with #### and a number."""
     if file is None:
-        raise InvalidRequestError(
-            f"{GSM8K} needs --data",
-            hint="use the file test.jsonl of GSM8K, or the hub path that --help shows",
-            param="data",
-        )
+        raise InvalidRequestError(f"{GSM8K} needs a file of problems", param="data")
     problems = []
     try:
-        for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
-            fields = json.loads(line)
+        for fields in _read_rows(file):
             answer = _read_number((_STRICT.findall(fields["answer"]) or [""])[-1])
             if answer.is_nan():
                 raise ValueError("no number follows ####")
@@ -147,6 +144,27 @@ def _read_gsm8k(file: Path | None) -> list[Problem]:
     if not problems:
         raise InvalidRequestError(f"--data {str(file)!r} has no problems", param="data")
     return problems
+
+
+def _read_rows(file: Path) -> Iterator[Any]:
+    """Read the lines of a JSONL file, or the rows of a Parquet file."""
+    if file.suffix != ".parquet":
+        yield from map(json.loads, filter(str.strip, file.read_text("utf-8").splitlines()))
+        return
+    check_can_read(file.name)
+    from pyarrow.parquet import read_table
+
+    yield from read_table(file, columns=["question", "answer"]).to_pylist()
+
+
+def check_can_read(address: str) -> None:
+    """Raise `InvalidRequestError` if `address` is a Parquet file and its reader is missing."""
+    if address.endswith(".parquet") and find_spec("pyarrow") is None:
+        raise InvalidRequestError(
+            f"{address} is a Parquet file, which needs the package pyarrow",
+            hint="pip install 'negamax[parquet]', or use the file test.jsonl of GSM8K",
+            param="data",
+        )
 
 
 def _read_number(text: str) -> Decimal:

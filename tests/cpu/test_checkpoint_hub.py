@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from hub_servers import COMMIT, TinyHub, TinyModelScope
+from pyarrow import parquet
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, InvalidRequestError
 from negamax.checkpoint import huggingface
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.licence import log_licence
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
+from negamax.evals import suites
 from tests.tables import read_table
 
 FILES = {
@@ -173,25 +176,41 @@ ACCURACY = """
 import sys
 from negamax.cli.main import main
 for place in sys.argv[1:]:
-    print(main(["bench", "accuracy", "--suite", "gsm8k", "--count", "3", "--data", place]))
+    data = ["--data", place] if place else []
+    print(main(["bench", "accuracy", "--suite", "gsm8k", "--count", "3", *data]))
 """
 
 
 def test_problems_come_from_the_hub(tmp_path: Path) -> None:
     """Request more problems than the files have, so that no model is loaded."""
     problem = b'{"question": "How many?", "answer": "#### 4"}\n'
+    table = pyarrow.table({"question": ["How many?"] * 2, "answer": ["so 4\n#### 4"] * 2})
+    parquet.write_table(table, tmp_path / "made.parquet")
+    files = {
+        "one.jsonl": problem,
+        "a/two.jsonl": 2 * problem,
+        "two.parquet": (tmp_path / "made.parquet").read_bytes(),
+        "bad.parquet": b"no table",
+    }
     folder = "hf://datasets/lab"
-    places = [f"{folder}/data@v1/{name}.jsonl" for name in ("one", "a/two", "none")]
-    places += [f"{folder}/data/one.jsonl", f"{folder}/one.jsonl"]
-    with TinyHub({"one.jsonl": problem, "a/two.jsonl": 2 * problem}) as hub:
+    places = [f"{folder}/data@v1/{name}" for name in (*files, "none.jsonl")]
+    places += [f"{folder}/data/one.jsonl", f"{folder}/one.jsonl", ""]
+    with TinyHub(files) as hub:
         environment = hub.environment | {"HF_HUB_CACHE": str(tmp_path)}
         codes, log = run_code(ACCURACY, environment, *places)
-    assert hub.served == ["one.jsonl", "a/two.jsonl"] and codes.split() == ["2"] * 5
+    assert hub.served == list(files) and codes.split() == ["2"] * 8
     lines = log.splitlines()
     assert "3 problems of gsm8k requested; the suite has 1" in lines[0]
-    assert "3 problems of gsm8k requested; the suite has 2" in lines[1]
-    assert all("data set 'lab/data' " in line for line in lines[2:4])
-    assert "use hf://datasets/OWNER/NAME/FILE or a local file" in lines[4]
+    assert all("3 problems of gsm8k requested; the suite has 2" in line for line in lines[1:3])
+    assert "bad.parquet': problem 1 is unreadable" in log
+    assert log.count("data set 'lab/data' ") == 2 and "data set 'openai/gsm8k' " in log
+    assert "use hf://datasets/OWNER/NAME/FILE or a local file" in log
+
+
+def test_parquet_needs_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "find_spec", lambda name: None)
+    with pytest.raises(InvalidRequestError, match="pyarrow"):
+        suites.check_can_read(suites.GSM8K_ADDRESS)
 
 
 def test_interrupted_download_keeps_complete_files(hub: TinyHub, tmp_path: Path) -> None:
