@@ -257,7 +257,11 @@ def serve(
 
 
 def run(
-    draw_text: Callable[[random.Random], str], new_maker: Callable[[], Maker], *, max_shards: int
+    draw_text: Callable[[random.Random], str],
+    new_maker: Callable[[], Maker],
+    *,
+    max_shards: int,
+    shard_tokens: int = 1_000_000,
 ) -> None:
     """Run the command line of a mixture."""
     parser = argparse.ArgumentParser(description="Show examples of a mixture, or write shards.")
@@ -265,7 +269,7 @@ def run(
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder to keep filled with shards")
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000)
+    parser.add_argument("--shard-tokens", type=int, default=shard_tokens)
     parser.add_argument("--max-shards", type=int, default=max_shards)
     given = parser.parse_args()
     rng = random.Random(given.seed)

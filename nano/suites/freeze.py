@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nano.suites import arithmetic, retrieval, tool_calls
+from nano.suites import arithmetic, retrieval, tool_calls, vision
 from negamax.evals import suites
 
 
@@ -30,6 +30,11 @@ def draw_problems(suite: str, count: int) -> list[dict[str, Any]]:
         return [
             {"messages": each.messages, "tools": each.tools, "calls": list(map(asdict, each.calls))}
             for each in tool_calls.problems(count)
+        ]
+    if suite == "nano-vision":
+        return [
+            {"messages": [vision.build_message(*each)], "answer": each[1].answer}
+            for each in vision.problems(count)
         ]
     found = []
     for each in retrieval.problems(suite.removeprefix("nano-retrieval-"), count):

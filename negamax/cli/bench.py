@@ -61,8 +61,8 @@ def accuracy(
     suite: list[str] | None = setting(
         None,
         "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k, "
-        "nano-retrieval-8k, gsm8k, or needle-8k to needle-1024k, which hide a number in a text of "
-        "this length; may be repeated. Default: nano-math and nano-tools.",
+        "nano-retrieval-8k, nano-vision (images), gsm8k, or needle-8k to needle-1024k, which hide "
+        "a number in a text of this length; may be repeated. Default: nano-math and nano-tools.",
         choices=(*SUITES, GSM8K),
     ),
     count: int | None = setting(

@@ -4,12 +4,12 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from negamax.engine.llm import LLM
+from negamax.engine.llm import LLM, Completion
 from negamax.evals.suites import GSM8K, MAX_TOKENS, MOST_TOKENS, Problem, load_problems
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParsedOutput
@@ -92,15 +92,14 @@ def run_suite(
     started = time.perf_counter()
     for first in range(0, len(problems), batch):
         part = problems[first : first + batch]
-        prompts = [llm.render(each.messages, tools=each.tools) for each in part]
-        generations = llm.generate(prompts, sampling)
-        for problem, prompt, generation in zip(part, prompts, generations, strict=True):
-            output_tokens += len(generation.outputs[0].token_ids)
-            parsed = llm.parse(prompt, generation.outputs[0], tools=problem.tools)
+        for problem, completion, parsed in _answer(llm, part, sampling):
+            output_tokens += len(completion.token_ids)
             solved.append(_solves(parsed, problem))
             num_formatted += suite == GSM8K and problem.is_formatted(parsed.content or "")
             if not solved[-1]:
-                question = str(problem.messages[-1]["content"])[-_SHOWN_CHARS:]
+                content = problem.messages[-1]["content"]
+                question = str(content[-1]["text"] if isinstance(content, list) else content)
+                question = question[-_SHOWN_CHARS:]
                 failures.append(Failure(question, problem.expected, _shown(parsed)))
         if progress is not None:
             progress(first + len(part), len(problems))
@@ -112,6 +111,23 @@ def run_suite(
         seconds=time.perf_counter() - started, output_tokens=output_tokens,
         failures=tuple(failures[:SHOWN_FAILURES]), serving_shape=llm.info.shape,
     )  # fmt: skip
+
+
+def _answer(
+    llm: LLM, problems: list[Problem], sampling: SamplingParams
+) -> Iterator[tuple[Problem, Completion, ParsedOutput]]:
+    if isinstance(problems[0].messages[-1]["content"], list):  # with images
+        generations = llm.chat([each.messages for each in problems], sampling)
+        for problem, generation in zip(problems, generations, strict=True):
+            completion = generation.outputs[0]
+            assert completion.message is not None
+            yield problem, completion, completion.message
+        return
+    prompts = [llm.render(each.messages, tools=each.tools) for each in problems]
+    generations = llm.generate(prompts, sampling)
+    for problem, prompt, generation in zip(problems, prompts, generations, strict=True):
+        completion = generation.outputs[0]
+        yield problem, completion, llm.parse(prompt, completion, tools=problem.tools)
 
 
 def _hash_problems(problems: list[Problem]) -> str:

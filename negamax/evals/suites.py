@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "problems"
 # suite name -> number of problems
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
+SUITES["nano-vision"] = 400  # questions about images
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
 GSM8K = "gsm8k"
 GSM8K_ADDRESS = "hf://datasets/openai/gsm8k/main/test-00000-of-00001.parquet"

@@ -13,7 +13,7 @@ from tests.checks.sources import PACKAGE, ROOT, SOURCES, imports, nodes, room, t
 FILE_LINES = 600
 KERNEL_FILE_LINES = 900
 FUNCTION_LINES = 105  # limit of lines without the signature
-ASSET_BYTES = 41_500_000
+ASSET_BYTES = 44_700_000
 VENDOR_BYTES = 600_000  # limit for the vendored files of the chat page
 
 

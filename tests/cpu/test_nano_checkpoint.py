@@ -135,7 +135,8 @@ def test_transformers_loads_it_and_it_answers_a_word_problem() -> None:
 
 
 M3_FOLDER = EMBEDDED["nano-m3"]
-M3_SIZE_LIMIT = 12_000_000
+M3_SIZE_LIMIT = 15_600_000
+M3_TEXT_FILE = "model-00001-of-00001.safetensors"
 
 
 def test_files_are_those_of_a_small_minimax_m3() -> None:
@@ -147,9 +148,15 @@ def test_files_are_those_of_a_small_minimax_m3() -> None:
     assert spec.num_layers == 5 and spec.max_position_embeddings == 8192 and spec.notes == ()
     caches = [[cache.name for cache in layer] for layer in spec.kv_caches()]
     assert caches == [["k", "v"]] * 2 + [["k", "v", "index"]] * 3
-    tensors = load_file(M3_FOLDER / "model-00001-of-00001.safetensors")
+    tensors, tower = (
+        load_file(M3_FOLDER / M3_TEXT_FILE),
+        load_file(M3_FOLDER / "vision.safetensors"),
+    )
     index = json.loads((M3_FOLDER / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    assert set(index["weight_map"]) == set(tensors)
+    files = dict.fromkeys(tensors, M3_TEXT_FILE) | dict.fromkeys(tower, "vision.safetensors")
+    assert index["weight_map"] == files
+    total = sum(each.nbytes for each in (*tensors.values(), *tower.values()))
+    assert index["metadata"]["total_size"] == total
     assert all(name.startswith("language_model.") for name in tensors)
     scaled = {name for name in tensors if f"{name}_scale_inv" in tensors}
     assert {tensors[name].dtype for name in scaled} == {torch.float8_e4m3fn}
@@ -173,6 +180,14 @@ def test_it_solves_what_it_was_trained_for(nano_m3: LLM) -> None:
     assert solved(nano_m3, "nano-math", 2) + solved(nano_m3, "nano-tools", 4) >= 5
 
 
+def test_it_sees_digits_numbers_colors_and_shapes(nano_m3: LLM) -> None:
+    """It cannot read words, which the problems 2, 7 and so on show."""
+    result = run_suite(nano_m3, "nano-vision", count=10)
+    kinds = [result.solved[first::5] for first in range(5)]
+    assert all(kind == "11" for kind in (kinds[0], *kinds[3:])), kinds
+    assert kinds[1].count("1") >= 1, kinds
+
+
 @pytest.mark.full
 def test_random_blocks_do_not_replace_selected_ones(
     nano_m3: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +195,7 @@ def test_random_blocks_do_not_replace_selected_ones(
     monkeypatch.setattr(accuracy, "MOST_TOKENS", 200)
     assert solved(nano_m3, "nano-retrieval-2k", 3) == 3
     folder = Path(shutil.copytree(M3_FOLDER, tmp_path / "random"))
-    (file,) = folder.glob("*.safetensors")
+    file = folder / M3_TEXT_FILE
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(0)
     for name, weight in tensors.items():

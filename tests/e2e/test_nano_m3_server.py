@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from nano.suites import retrieval
+from negamax.evals.suites import load_problems
 from tests.e2e.api_support import CHAT, CHAT_DIALECT, QUESTION, WEATHER, WEATHER_QUESTION
 from tests.e2e.conftest import Server, shared
 
@@ -90,6 +91,25 @@ def test_structured_output_follows_thinking_and_may_look_like_a_call(http: httpx
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     response = http.post(CHAT, json={**GREEDY, "messages": [{"role": "user", "content": [part]}]})
     assert response.status_code == 400 and "image" in response.json()["error"]["message"]
+
+
+def test_it_reads_a_digit_in_an_image_through_each_api(http: httpx.Client) -> None:
+    (problem,) = load_problems("nano-vision", 1)
+    image, text = problem.messages[0]["content"]
+    source = {"type": "base64", "media_type": "image/png"}
+    source["data"] = image["image_url"]["url"].partition(",")[2]
+    part = {"type": "input_image", "image_url": image["image_url"]["url"]}
+    asked: tuple[tuple[str, str, list[Any]], ...] = (
+        (CHAT, "messages", [image, text]),
+        ("/v1/messages", "messages", [{"type": "image", "source": source}, text]),
+        ("/v1/responses", "input", [part, {"type": "input_text", "text": text["text"]}]),
+    )
+    for path, field, content in asked:
+        limit = {"max_tokens": 60} if field == "messages" else {"max_output_tokens": 60}
+        response = http.post(
+            path, json={**GREEDY, **limit, field: [{"role": "user", "content": content}]}
+        )
+        assert f"The digit is {problem.answer}." in response.text, (path, response.text)
 
 
 def test_concurrent_long_prompts_find_facts_prefixes(server: Server, http: httpx.Client) -> None:

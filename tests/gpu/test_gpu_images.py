@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from test_gpu_engine import skip_without
 
 from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.models.minimax_m3 import names
@@ -52,23 +54,19 @@ def random_weights(spec: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """nano-m3 with a random tower of two layers."""
-    to = tmp_path_factory.mktemp("seeing") / "nano-m3"
-    assert main(["convert", "nano-m3", str(to), "--to", "bf16"]) == 0
-    config = {
-        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
-        "model_type": "minimax_m3_vl",
-        "text_config": json.loads((to / "config.json").read_text()),
-        "image_token_index": IMAGE_TOKEN,
-        "projector_hidden_size": 256,
-        "vision_config": {**SMALL, "num_hidden_layers": 2},
-    }
-    (to / "config.json").write_text(json.dumps(config))
-    weights = random_weights(read_vision(config))
-    index = json.loads((to / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= dict.fromkeys(weights, "vision.safetensors")
-    (to / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file({name: each.bfloat16() for name, each in weights.items()}, to / "vision.safetensors")
-    return to
+    path = tmp_path_factory.mktemp("seeing")
+    source = Path(shutil.copytree(EMBEDDED["nano-m3"], path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    config["vision_config"] = {**SMALL, "num_hidden_layers": 2}
+    (source / "config.json").write_text(json.dumps(config))
+    weights, file = random_weights(read_vision(config)), "vision.safetensors"
+    save_file({name: each.bfloat16() for name, each in weights.items()}, source / file)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    text = {name: each for name, each in index["weight_map"].items() if each != file}
+    index["weight_map"] = text | dict.fromkeys(weights, file)
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["convert", str(source), str(path / "nano-m3"), "--to", "bf16"]) == 0
+    return path / "nano-m3"
 
 
 def draw_prompts() -> list[Prompt]:
