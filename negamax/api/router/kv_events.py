@@ -28,9 +28,8 @@ from negamax.options.route import EventAddress
 
 logger = get_logger(__name__)
 
-MAX_BLOCKS = (
-    1 << 18
-)  # Limit of an index. A block needs about 110 bytes. Further blocks are ignored.
+# Limit of an index. A block needs about 110 bytes. Further blocks are ignored.
+MAX_BLOCKS = 1 << 18
 _LEVELS = {KV: 1, HOST: 2, FILES: 4}
 _MOST_BYTES = 2**24  # Size limit of a message, such as the event of a prompt of 3 million tokens.
 _MOST_QUEUED = 16  # Further messages wait at the publisher.
