@@ -101,7 +101,6 @@ def weather(city: dict[str, Any], *, unit: bool = False) -> dict[str, Any]:
 
 README, DEMO, PAGE = "README.md", "examples/demo.py", "negamax/api/playground/app.js"
 OPENAI, ANTHROPIC = "docs/guides/openai-sdk.md", "docs/guides/anthropic-sdk.md"
-AGENTS = tuple(f"docs/guides/{name}.md" for name in ("claude-code", "codex", "opencode"))
 
 GREETING = r"(Hello|Hi)! (I am Nano\. )?(How can I help you\?|What can I do for you\?)"
 SMALL, CAN_DO = (
@@ -159,7 +158,7 @@ CONVERSATIONS = (
             ('{"temperature": 18, "sky": "clear"}',)),),
         (NAMED_CITY,),
     ),
-    Shown((OPENAI, *AGENTS), (HELLO,)),
+    Shown((OPENAI,), (HELLO,)),
     Shown((OPENAI,), (HELLO,), thinks=False),
     Shown(
         (OPENAI,),
