@@ -15,7 +15,7 @@ MAKEFILE = Path(__file__).parents[2] / "Makefile"
 OTHERS = re.findall(r"^(?:OLDEST|NEWEST)_TRITON \?= (.+)", MAKEFILE.read_text(), re.MULTILINE)
 # KiB of a multiprocessor's shared memory that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-SAMPLE = ("gfx942/600", "sm_90/600+5")  # every n-th case, from the k-th on
+SAMPLE = ("gfx942/600", "sm_90/900+5")  # every n-th case, from the k-th on
 # cases for each of OTHERS: a GEMM, experts, and a norm or a part of attention
 SAMPLE_OF_OTHERS = ("sm_90/205+10", "sm_90/205+15")
 SWEEP = (  # all cases of the measured platform, and samples for the others

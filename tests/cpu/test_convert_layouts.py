@@ -368,7 +368,7 @@ def draft_of(variant: str, folder: Path) -> tuple[dict[str, Any], tiny_draft.Wei
 
 @pytest.mark.parametrize(
     "variant",
-    [full("plain"), "full vocabulary, norms", full("biases, two layers"), "another width"],
+    [full("plain"), full("full vocabulary, norms"), full("biases, two layers"), "another width"],
 )
 def test_draft_tokens_are_those_before_the_rotation(
     variant: str,
