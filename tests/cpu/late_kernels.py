@@ -326,8 +326,6 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
 def watch(case: str) -> dict[str, Any]:
     launches = Launches()
     triton.JITFunction.run = lambda *args, **options: launches.note(*args, **options)
-    if case == "M3, drafts":  # Let this model read images, in spite of its synthetic weights.
-        setup._choose_vision = lambda _options, _source, spec, _layout: spec
     options = {"max_model_len": 32_768, "max_num_seqs": 64, **CASES[case]}
     llm = LLM(
         load_format="synthetic", num_kv_blocks=4000, log_level="error", show_progress=False,
