@@ -101,7 +101,7 @@ def test_the_number_of_dumps_is_bounded_and_a_repeated_failure_writes_one(tmp_pa
     assert "RuntimeError: broken" in json.loads((tmp_path / names[-1]).read_text())["traceback"]
 
 
-def test_a_dump_that_cannot_be_written_harms_nobody(tmp_path: Path) -> None:
+def test_a_dump_that_cannot_be_written_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def raises() -> dict[str, Any]:

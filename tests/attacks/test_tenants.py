@@ -73,7 +73,7 @@ def test_operations_on_all_need_the_admin_key(keyed: Server) -> None:
             assert http.get("/flush_cache").status_code == 405
 
 
-def test_without_an_admin_key_nobody_is_administrator(tmp_path: Path) -> None:
+def test_without_an_admin_key_no_client_is_administrator(tmp_path: Path) -> None:
     with (
         serving("--api-key", "anna", program=STUB, log_file=tmp_path / "log") as server,
         as_holder(server, "anna") as anna,

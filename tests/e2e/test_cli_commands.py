@@ -236,8 +236,8 @@ def test_outputs_that_cannot_be_written_end_a_command() -> None:
     done = redirected("2>&-", "plan", MODEL)
     assert (done.returncode, done.stdout) == (2, "")
     assert redirected("2>/dev/full", "plan", MODEL).returncode == 2
-    nobody, output = os.pipe()
-    os.close(nobody)
+    reading, output = os.pipe()
+    os.close(reading)
     command = [sys.executable, "-m", "negamax", *PLAN]
     done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(output)
