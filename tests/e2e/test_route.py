@@ -240,14 +240,14 @@ def test_open_streams_end_before_the_router_does(
 
 @contextmanager
 def routing_by_events(folder: Path, *servers: Server) -> Iterator[Server]:
-    """Run a router that has replayed the events of a prompt of `story` from each of `servers`."""
+    """Run a router that has replayed events of each of `servers`."""
     urls, sources = [server.url for server in servers], list[str]()
     for server in servers:
         for option, key in (("source", "endpoint"), ("replay-source", "replay_endpoint")):
             (address,) = re.findall(rf" listen at {key} (\S+)$", server.log, re.M)
             sources += [f"--kv-event-{option}", f"{server.url}={address}"]
     with routing(folder, *urls, *sources) as router:
-        assert eventually(lambda: min(by_server(router, "kv_blocks").values()) > 60)
+        assert eventually(lambda: min(by_server(router, "kv_blocks").values()) > 0)
         yield router
 
 
@@ -277,6 +277,7 @@ def test_prompts_go_to_the_server_whose_events_tell_of_their_blocks(
                 assert ask_cached(direct, path, body) < 100
                 assert eventually(lambda: by_server(router, "kv_blocks")[second.url] > before + 60)
 
+            assert eventually(lambda: min(by_server(router, "kv_blocks").values()) > 60)
             # The router has sent neither prompt.
             assert min(ask_cached(http, CHAT, story(at, "More")) for at in (1, 0)) > 1000
             hits = {first.url: 1, second.url: 1}
