@@ -64,7 +64,7 @@ class Histogram:
         return family
 
 
-# Names of counters, whose columns follow those of `Lifecycle` and precede those of histograms.
+# Names of counters, stored in shared columns after those of `Lifecycle`, before histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS

@@ -48,7 +48,7 @@ from negamax.options.server import ServerOptions
 logger = get_logger(__name__)
 
 _GC_THRESHOLD = 10_000  # Number of allocated containers that triggers a collection of generation 0.
-# Disables FastAPI's telemetry, which environment variables can enable in new versions.
+# `_NO_TELEMETRY` disables FastAPI's telemetry, which environment variables can enable.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
     make_health_router, make_models_router, make_chat_router, make_completions_router,

@@ -33,7 +33,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# output tokens per request while experts are counted; more than the steps with prompts
+# output tokens per request while experts are counted; exceeds the number of prefill steps
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 

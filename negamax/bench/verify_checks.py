@@ -190,7 +190,7 @@ async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
         if answer.reasoning and (details or thinking == "forced"):
             name = "completion_tokens_details.reasoning_tokens"
             if not 0 < answer.count(name) <= output:
-                raise CheckFailure(f"{name} is {answer.count(name)} of {output}")
+                raise CheckFailure(f"{name} is {answer.count(name)}; allowed: 1 to {output}")
     if whole.count("prompt_tokens") != streamed.count("prompt_tokens"):
         raise CheckFailure("prompt_tokens of the answers with and without streaming differ")
     with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]

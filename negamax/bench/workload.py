@@ -21,7 +21,7 @@ class BatchTimes:
 
     ttft: tuple[float, ...]  # Time of the first token of each request.
     seconds: float  # Seconds from the start of the batch to its last token.
-    # Duration of each step after all requests have their first token.
+    # `steps`: duration of each step after all requests have their first token.
     steps: tuple[float, ...]
     # seconds in which the GPU was busy and was idle while decoding; 0 and 0 if not measured
     busy: float

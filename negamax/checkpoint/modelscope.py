@@ -128,7 +128,7 @@ def _is_current(path: Path, file: Any) -> bool:
 def _licence(api: Any, model: str) -> str | None:
     try:
         found: str | None = api.get_repo(model, "model").license
-    except Exception:  # the download reports the error
+    except Exception:  # the download will report the same error
         return None
     return found
 

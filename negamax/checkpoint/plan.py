@@ -47,7 +47,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # Index in each leading dimension of `entry`.
     start: tuple[int, ...] = ()  # Offset in each other dimension of `entry`; (): all 0.
-    # The shape that a tensor of role SHAPE must contain; None: the shape of the slot's matrix.
+    # `matrix`: shape that a tensor of role SHAPE must contain; None: shape of the slot's matrix.
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:

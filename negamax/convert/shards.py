@@ -33,7 +33,7 @@ class Shard:
     """The part of a checkpoint that a rank stores."""
 
     layout: ParallelLayout | None = None  # None if the checkpoint is not split.
-    # Slot name -> region that the rank stores; None: the rank stores all tensors in full.
+    # `regions`: slot name -> region that the rank stores; None: this rank stores all tensors whole.
     regions: Mapping[str, Parts] | None = None
 
     def file_name(self, number: int, count: int) -> str:

@@ -25,7 +25,7 @@ SUITES["nano-vision"] = 400  # questions about images
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
 GSM8K = "gsm8k"
 GSM8K_ADDRESS = "hf://datasets/openai/gsm8k/main/test-00000-of-00001.parquet"
-MAX_TOKENS = {GSM8K: 16_384}  # suite -> maximum output tokens; others: `MOST_TOKENS`
+MAX_TOKENS = {GSM8K: 16_384}  # suite -> maximum output tokens, instead of `MOST_TOKENS`
 MOST_TOKENS = 1024
 _STEPS = {
     "role": "system",

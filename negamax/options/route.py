@@ -99,7 +99,7 @@ def list_event_addresses(
         if len(endpoints) != len(sources.get(url, ())):
             refusal = f"--kv-event-replay-source has {len(endpoints)} addresses of {url}, and "
             refusal += f"--kv-event-source has {len(sources.get(url, ()))}"
-            raise ConfigError(refusal, hint="give as many addresses in both options")
+            raise ConfigError(refusal, hint="give the same number of addresses in both options")
     return {
         url: list(map(EventAddress, endpoints, replays.get(url, [None] * len(endpoints))))
         for url, endpoints in sources.items()
@@ -121,7 +121,7 @@ def _read_sources(
         for address in found[url]:
             if not is_endpoint(address):
                 raise ConfigError(
-                    f"{name} has the address {address[:100]!r}",
+                    f"{name} has the invalid address {address[:100]!r}",
                     hint="give URL=tcp://HOST:PORT or URL=ipc://PATH",
                 )
     return found

@@ -53,7 +53,7 @@ class LimitedBody:
         return message
 
     async def _unpacked(self, unpacker: Unpacker) -> Message:
-        await asyncio.sleep(0)  # Let other requests run between two pieces.
+        await asyncio.sleep(0)  # Let other requests run between two pieces of the body.
         while not (piece := unpacker.take()):
             if self._is_all_packed:
                 unpacker.finish()

@@ -23,7 +23,7 @@ MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` chec
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
 MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
-# Size limit of the part of a body that arrives after the answer.
+# `MAX_UNWANTED_BYTES`: size limit of the part of a body that arrives after the answer.
 MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.
 _CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which `MAX_FRAMING_BYTES` excludes.

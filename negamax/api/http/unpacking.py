@@ -125,7 +125,7 @@ class Unpacker:
             raise self._error("data follows the end of the stream")
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
-            raise self._error(f"more than {MAX_PARTS} parts; send the body as one part")
+            raise self._error(f"more than {MAX_PARTS} members or frames; send one member or frame")
         self._decoder = _DECODERS[self._encoding]()
 
     def _error(self, problem: str) -> InvalidRequestError:

@@ -45,7 +45,7 @@ class BlockIndex:
     """The published blocks of one cache. One thread changes an instance; other threads may read."""
 
     def __init__(self, endpoint: str) -> None:
-        self.is_live = False  # Whether the index follows the cache.
+        self.is_live = False  # Whether KV events keep the index up to date.
         self.num_losses = 0  # How often events were lost or malformed.
         self.next_number: int | None = None  # Number of the next batch; None: any number.
         self._endpoint = endpoint

@@ -31,11 +31,11 @@ logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
-# If a reused connection ends within this time after a request, the request is sent again.
+# `_CROSSED_SECONDS`: a request is sent again if its reused connection ends within this time.
 _CROSSED_SECONDS = 1.0
 _BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
-_BLOCKS_BYTES = 2**22  # Size limit of its answer.
-_PAUSE_SECONDS = 5.0  # Time without such requests after a server did not answer one.
+_BLOCKS_BYTES = 2**22  # Size limit of the answer with the blocks of a prompt.
+_PAUSE_SECONDS = 5.0  # Time without requests for blocks after a server did not answer one.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 
@@ -52,9 +52,9 @@ class RoutedServer:
         self.is_up, self.num_open = False, 0
         self._indexes = indexes
         self._next_ask = 0.0  # Monotonic time before which the server is not asked for blocks.
-        self.open_prompts: dict[str, PromptBlocks] = {}  # by the name of the open request
+        self.open_prompts: dict[str, PromptBlocks] = {}  # open request's name -> prompt's blocks
         self.limits: set[asyncio.Timeout] = set()  # A failed probe ends these time limits.
-        # Counters since the start of the router.
+        # Counters of requests since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         self.num_event_hits = 0
         is_https = address.scheme == "https"

@@ -15,7 +15,7 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # switch thinking on or off
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # keys that switch thinking
 
 
 class ReasoningPlace(enum.Enum):

@@ -54,7 +54,7 @@ class EngineChannel:
     ) -> None:
         self.is_open = True
         self.stats: wire.EngineStats | None = None  # Latest statistics of the engine.
-        # Called with each answer to a `Record`.
+        # `on_record` is called with each answer to a `Record`.
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
         # Rank with the oldest heartbeat, and age of this heartbeat in seconds.

@@ -42,7 +42,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_output_tokens: int  # Output tokens of the choice, including this output.
     num_cached_tokens: int
     error: str | None
-    drafts: tuple[int, int, int] | None = None  # Totals: rows with drafts, drafts, accepted ones.
+    drafts: tuple[int, int, int] | None = None  # Rows with drafts, draft tokens, accepted ones.
     events: list[ParserEvent] | None = None  # Events of the choice's `TextReader`, if any.
 
     @property

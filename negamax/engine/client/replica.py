@@ -28,7 +28,7 @@ class Replica:
         self.info: wire.ModelInfo | None = None  # Properties of the replica's latest engine.
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # Open requests by sequence id.
-        # Called with the number of tokens of each new step.
+        # `on_steps` is called with the number of tokens of each new step.
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None

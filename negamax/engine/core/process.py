@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # Time between two checks whether ranks are alive.
-# Time for the engine loop to report a dead rank before the heartbeat thread reports it.
+# `LAST_STEP_SECONDS`: time for the engine loop to report a dead rank before the heartbeat thread.
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # Time between attempts to connect to a server process.
 

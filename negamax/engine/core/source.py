@@ -71,7 +71,7 @@ def locate(options: EngineOptions) -> ModelSource:
         most, asked = found.spec.most_tokens, speculation.num_speculative_tokens
         if most is not None and asked > most:
             raise ConfigError(
-                f"num_speculative_tokens is {asked}; the draft proposes {most} tokens at once",
+                f"num_speculative_tokens is {asked}; the draft proposes at most {most} per step",
                 hint=f"use {most} or less",
             )
     if found.spec.verifier is not None:

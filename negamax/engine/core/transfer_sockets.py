@@ -144,7 +144,7 @@ class TransferSockets:
         """Connect to a prefilling engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
             raise ConnectionError(f"{host} is not this machine, but kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # Close the oldest one without an answer.
+        if len(self._peers) == MOST_PEERS:  # Close the oldest peer that has not answered.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
                 raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")

@@ -142,7 +142,7 @@ class Transfers:
         peer, tokens = (remote.host, remote.port), request.prompt_token_ids
         num_blocks = (len(tokens) - 1) // size
         if not num_blocks or request.sampling.prompt_logprobs is not None:
-            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the prompt.
+            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the prompt itself.
             self.ready.append(replace(request, remote=None))
             return
         prompt_hash = hash_prompt(request, block_size=size)

@@ -93,7 +93,7 @@ class _FollowedOutput:
         self.key = key
         self.compiled = compiled
         self.matcher: GrammarMatcher | None = None  # The first turn creates the matcher.
-        # Output parts and draft tokens that later turns will process.
+        # `waiting`: output parts and draft tokens that later turns will process.
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
         self.turn_started: float | None = None  # Start of the turn, in monotonic seconds.
@@ -119,7 +119,7 @@ class GrammarServer:
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
-        self._no_drafts_from = 0.0  # Monotonic second after which no mask after a draft is begun.
+        self._no_drafts_from = 0.0  # Monotonic second; later, no mask after a draft is begun.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
         self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Unsent answers.

@@ -17,7 +17,7 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time limit for beginning to compute a mask after a draft.
+    draft_seconds: float  # Time limit for beginning the mask of the position after a draft token.
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
     key: int
     mask: bytes | None  # None if the grammar has ended or has failed with `error`.
     error: str | None = None  # Reason why the grammar failed or allows no token.
-    # Masks after each draft token. The list ends early if a draft is rejected or time is up.
+    # `after_drafts`: masks after each draft token, until a draft token is rejected or time is up.
     after_drafts: list[bytes] = []
 
 

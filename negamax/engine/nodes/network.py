@@ -111,7 +111,7 @@ def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
         address = str(probe.getsockname()[0])
     holders = [name for name, addresses in own.items() if address in addresses]
     if not holders:
-        raise ConfigError(f"no known interface has the address {address}", hint="set --interface")
+        raise ConfigError(f"no local interface has the address {address}", hint="set --interface")
     return Place(address, holders[0], "the route to --master-addr")
 
 

@@ -44,7 +44,7 @@ class DecodePlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` each
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
     work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
     programs: int  # number of programs per KV head
     split_kv: bool
@@ -151,7 +151,7 @@ def _find_program_tiles(
 def _plan_decode_kernel(
     seq_lens,  # [S] int32, sequence lengths with this step's tokens
     block_table_indices,  # [S] int64, row of each sequence in the block tables
-    sequences,  # [S, SEQUENCE_WORDS] int32, written: a `PlannedSequence` each
+    sequences,  # [S, SEQUENCE_WORDS] int32, written: one `PlannedSequence` per row
     work,  # [programs, WORK_WORDS] int32, written: first tile, end tile, first sequence, its plan
     num_seqs,
     programs,
@@ -201,7 +201,7 @@ def _plan_decode_kernel(
 class Splits(NamedTuple):
     """The work of each program of a kernel that splits sequences."""
 
-    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` each
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
     work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
     programs: int  # number of programs per KV head
     split_kv: bool

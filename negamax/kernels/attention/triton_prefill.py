@@ -69,10 +69,10 @@ class PrefillPlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    block_m: int  # maximum number of queries per tile
-    # [tiles, 4] int32: index of the first query, number of queries, first position, sequence
+    block_m: int  # Maximum number of queries per tile.
+    # Tiles [tiles, 4] int32: index of the first query, number of queries, first position, sequence.
     tiles: Tensor
-    split: SplitTiles | None = None  # splits of the tiles; None: each tile has one program
+    split: SplitTiles | None = None  # Splits of the tiles; None: each tile has one program.
     # `OwnBlocks.held` if the block tables list only this rank's blocks; None: they list all blocks
     held: Tensor | None = None
 
@@ -226,7 +226,7 @@ def _prefill_kernel(
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
-    held,  # [S, held_stride] int32, `OwnBlocks.held`; None: `tables` list all blocks
+    held,  # [S, held_stride] int32, `OwnBlocks.held`; None if `tables` list all blocks
     held_stride,
     partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32 (`store_split`); None without SPLIT_KV
     places,

@@ -31,10 +31,10 @@ class AttentionConstants(NamedTuple):
     QUANTIZE: bool  # whether to write the output also in FP8
     DOT: tl.dtype  # dtype of the operands of tl.dot
     FP8_KEYS: bool = False  # whether tl.dot multiplies FP8 keys without conversion
-    SPLIT_KV: bool = False  # whether each program attends to one split of the keys
-    # only decodes use the fields below (`triton_decode.py`)
+    SPLIT_KV: bool = False  # Whether each program attends to one split of the keys.
+    # Only decodes use the fields below (`triton_decode.py`).
     WARPS: int = 0
-    PARTIAL_ROWS: int = 0  # number of rows of a partial result: QUERIES * GROUP, padded
+    PARTIAL_ROWS: int = 0  # number of rows of a partial result (QUERIES * GROUP, padded)
     QUERIES: int = 1  # number of queries per program
     MAX_RUN: int = 1  # maximum number of queries per sequence in the step
     PREFETCH_KV: bool = False

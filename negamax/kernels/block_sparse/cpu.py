@@ -61,8 +61,8 @@ class ScoredTokens:
 class ScoredShard:
     """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
-    tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache
-    # [S, sparse blocks] int64, ascending numbers in the sequence of held blocks, then NO_BLOCK
+    tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache.
+    # Numbers of held blocks in the sequence [S, sparse blocks] int64, ascending, then NO_BLOCK.
     numbers: Tensor
 
 
@@ -219,8 +219,8 @@ def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: i
 class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
-    plan: Callable[[Tensor, SparseShape], Any]  # makes the plan for sequence lengths [rows] int64
-    # arguments: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan;
+    plan: Callable[[Tensor, SparseShape], Any]  # Makes the plan for sequence lengths [rows] int64.
+    # Arguments: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan;
     # result: [rows, group * head_dim]
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 

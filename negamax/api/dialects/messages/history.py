@@ -21,7 +21,7 @@ _CLEAR_AT = ("never", "next_user_message")
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# First line of Claude Code's system prompt, which changes and would prevent prefix caching.
+# `_BILLING_LINE`: a changing line of Claude Code's prompts that would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
