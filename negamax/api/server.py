@@ -317,7 +317,7 @@ class HttpServer(LimitedServer):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the key file and the TLS files again. Unusable files have no effect."""
+        """Read the key file and the TLS files again. On an error, keep the old contents."""
         if self._servers is not None:
             self._servers.reload()
         try:

@@ -42,7 +42,7 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """Return a writable folder for private folders, whose path is short enough for sockets."""
+    """Return a writable parent folder with a path that is short enough for sockets."""
     preferred = tempfile.gettempdir()
     longest = _MOST_BYTES - _OWN_BYTES
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):

@@ -122,7 +122,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 
 def _count_again(options: BenchOptions, records: Sequence[ResponseRecord]) -> int | None:
-    """Return the tokens of all answers' texts by the tokenizer, or None without --tokenizer."""
+    """Count the tokens of all answers with the tokenizer, or return None without --tokenizer."""
     if options.tokenizer is None:
         return None
     encode = _tokenizer(options.tokenizer).encode

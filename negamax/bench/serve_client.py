@@ -212,7 +212,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `ResponseRecord`. `collect` also stores the message.
+    """Reads one streamed answer into a `ResponseRecord`. `collect` makes it also store the message.
 
     With `running_usage`, a chunk has output if its reported token count is higher than before. If
     there is no count, a chunk with text, reasoning, a tool call or token ids has output.

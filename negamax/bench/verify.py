@@ -239,7 +239,7 @@ def _find_thinking(option: str, model: str) -> str:
 
 
 def _convert(message: Any) -> Any:
-    """Convert the role and the reasoning fields of a message in a case file to the API's."""
+    """Convert the role and the reasoning fields of a message in a case file to those of the API."""
     found = dict(message)
     found["role"] = "system" if message["role"] == "_input" else message["role"]
     texts = [found.pop(name, None) for name in ("reasoning", "reason")]

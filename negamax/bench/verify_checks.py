@@ -161,7 +161,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
 
 
 async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
-    """Check the keys of a tool in the prompt from vLLM's routes /tokenize and /detokenize."""
+    """Check the order of a tool's keys in the prompt, with the routes /tokenize and /detokenize."""
     asked = {"model": probe.model, "messages": body["messages"], "tools": body["tools"]}
     try:
         tokens = read_object(await exchange(probe.client, "POST", "/tokenize", asked)).get("tokens")

@@ -69,7 +69,7 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Record a part of the matrix `name`. `zeros` is None if the part has a nonzero value."""
+        """Record whether a part of the matrix `name` has only zeros (`zeros` is not None)."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
@@ -112,7 +112,7 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 
 
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
-    """Check `values`, read from `entry` to the CPU, with the role `role` in the format `stored`.
+    """Check `values` (on the CPU) of `entry`, which has the role `role` in the format `stored`.
 
     Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """

@@ -110,7 +110,7 @@ class Move:
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, SourceTensor, tuple[range, ...]]]:
-        """Yield each tensor with the ranges to read, one per dimension of its format."""
+        """Yield each tensor with the ranges to read, one per dimension of the stored tensor."""
         if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
@@ -379,7 +379,7 @@ def _join(
 
 
 def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors that store the matrix of `slot` in the format `held`, by full name."""
+    """Return the tensors that store the matrix of `slot` in the format `held`; keys: full names."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
@@ -420,7 +420,7 @@ class _Problems:
         num_layers: int,
         is_empty: bool,
     ) -> None:
-        """Raise `CheckpointError` for mismatches. The error lists at most ten of each kind."""
+        """Raise `CheckpointError` for mismatches. It lists at most ten names of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])

@@ -53,7 +53,7 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A part of a tensor to read. All moves of a matrix to quantize share the part."""
+    """A part of a tensor to read. Moves of a matrix that the loader quantizes share one part."""
 
     moves: list[int]  # indices of the moves that need the part
     stored: StoredTensor
@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """Return functions that return the parts of the moves that `found` completes."""
+        """Return a function for each move that `found` completes; it returns the parts."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]

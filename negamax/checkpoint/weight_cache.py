@@ -109,7 +109,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
 def _key(
     slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
 ) -> dict[str, str]:
-    """Return the parts of a file's key by name. For a stale file, the log lists changed parts."""
+    """Return the fields of a file's key. If the file is stale, the log lists the changed fields."""
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {

@@ -54,7 +54,7 @@ def add_options(
     A dataclass parameter becomes one option per field. A command with `EngineOptions` also has
     MODEL, --model and the options of other servers. Without `needs_model`, the model is optional.
     With `explains`, the command has --config and --explain; the latter calls `check`. `defaults`
-    replaces default values. `foreign` selects the foreign options of a command without a model.
+    replaces default values. `foreign` selects other servers' options if the command has no model.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

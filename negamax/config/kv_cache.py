@@ -117,7 +117,7 @@ def shards_index(
 
 
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:
-    """Return the bytes of a block on each of `ranks`, summed over all layers."""
+    """Return the bytes of a block per rank if `ranks` ranks store it, summed over all layers."""
     return sum(
         cache.block_bytes(block_size, dtype=dtype, ranks=ranks)
         for layer in caches

@@ -80,7 +80,7 @@ class Conversion:
 
 
 def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> Source:
-    """Write the converted checkpoint, and return the source.
+    """Write the converted checkpoint, and return its source.
 
     Raises `ConfigError` if the conversion would round weights twice or change nothing, or if the
     destination cannot be used. Raises `ResourceError` if the disk is too small, and
@@ -437,7 +437,7 @@ def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any])
 def _with_vision(
     whole: Mapping[str, Any], text: dict[str, Any], *, is_same: bool
 ) -> dict[str, Any]:
-    """Return the vision-language config.json `whole` with the text model `text`.
+    """Return config.json `whole` of a vision-language model with `text` as text model.
 
     `is_same` is true if the conversion does not change the quantization.
     """

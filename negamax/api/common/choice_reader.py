@@ -19,8 +19,8 @@ from negamax.text.parser.output_parser import Thinking
 class ReasoningCounter:
     """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
-    A choice has one section of reasoning, and later think tags are content. Reasoning may quote
-    the opening tag of a call. The reader calls `call_began` if an opening tag is not a quotation.
+    A choice has one section of reasoning, and later think tags are content. Reasoning may quote the
+    opening tag of a call. If a call really begins there, the reader calls `call_began`.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -44,7 +44,7 @@ class ReasoningCounter:
         return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Count the reasoning tokens in `token_ids`, with the tags that the reasoning quotes."""
+        """Count the reasoning tokens in `token_ids`, including tags that the reasoning quotes."""
         for token_id in token_ids:
             if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
                 self._end(self.count)

@@ -20,8 +20,8 @@ _SPACE = re.compile(r"\s*")
 class ContentLogprobs:
     """Finds a block's tokens by the block's text. Only the request's handler changes this object.
 
-    Reasoning and content occur in the generated text in order. The search skips tags, calls and
-    white space between blocks. A token that two blocks of content share belongs to the first block.
+    The generated text contains these blocks in order. The search skips tags, calls and white space
+    between blocks. A token that two blocks of content share belongs to the first block.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of `text`, the next part of a block. Drop all earlier tokens, too."""
+        """Return the tokens of `text`, the next part of a block, and remove earlier tokens."""
         # A truncated answer may end within a character, whose bytes then become U+FFFD.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()

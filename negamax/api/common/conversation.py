@@ -43,7 +43,7 @@ class Conversation:
 
 
 def compute_max_tokens(max_model_len: int) -> int:
-    """Return how many tokens a request may encode or decode at context length `max_model_len`."""
+    """Return the maximum number of tokens that a request may tokenize or detokenize."""
     return max(_LEAST_TOKENS, 2 * max_model_len)
 
 

@@ -193,7 +193,7 @@ class PlainPrompt:
 async def start_prompts(
     context: ApiContext, request: ApiRequest[EngineRequest], prompts: Sequence[PlainPrompt]
 ) -> tuple[list[list[int]], AnswerSource]:
-    """Check, tokenize and start `prompts`. Return the prompts' token ids and the outputs' source.
+    """Check, tokenize and start `prompts`. Return the prompts' token ids and the source of outputs.
 
     Raises the errors of the checks and of the engine.
     """

@@ -290,7 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether the next bytes sent can be a whole answer to the incoming request."""
+        """Whether a complete response to the incoming request can be written next."""
         if self.pipeline:
             return False
         if self._in_body:
@@ -301,7 +301,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def _send_without_chunks(response: Any) -> None:
     """Send bodies of unknown length without chunks, because HTTP/1.0 has no chunks.
 
-    The end of the connection ends the body. `response`, uvicorn's cycle, closes the connection.
+    The end of the connection ends the body. Uvicorn's `response` object closes it.
     """
     send = response.send
     has_length = True

@@ -48,7 +48,7 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body. Commas, colons and brackets inside strings also count."""
+    """Limits of one body, which count commas, colons and brackets in strings, too."""
 
     num_bytes: int
     context_length: int  # context length of the model in tokens
@@ -75,7 +75,7 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`. Return the `model` and the size of its fields in bytes.
+    """Parse a JSON body into `model`. Return the request and the size of its fields in bytes.
 
     Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
     """
@@ -127,8 +127,8 @@ async def decode_request(
 ) -> tuple[RequestT, int]:
     """Decode the request in `body`. Return the request and the size of its fields in bytes.
 
-    Raises `InvalidRequestError` for malformed JSON, NaN, numbers that overflow, deep nesting and
-    long texts. Raises the errors of `RequestModel.parse`.
+    Raises `InvalidRequestError` for malformed JSON, NaN, too large numbers, too deep nesting and
+    too long texts. Raises the errors of `RequestModel.parse`.
     """
 
     def decode() -> tuple[RequestT, int]:

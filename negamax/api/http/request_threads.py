@@ -1,4 +1,4 @@
-"""Run long work on requests in threads, which alternate between senders and between sizes."""
+"""Run long work on requests in threads, which share their time among senders and size classes."""
 
 import asyncio
 import os
@@ -44,8 +44,8 @@ class _Flow:
 class RequestThreads:
     """Runs work in threads, first for the sender and size class that used the least time.
 
-    Large work leaves threads free for small work. Large work of one named sender leaves a thread
-    free for large work of other senders. Any thread may call `submit`.
+    Large work leaves threads free for small work. Large work of one tenant leaves a thread free for
+    large work of other senders. Any thread may call `submit`.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, num_large: int = _NUM_LARGE) -> None:

@@ -110,7 +110,7 @@ def _read_options(structured: Mapping[str, Any]) -> bool | None:
 def build_format_grammar(
     form: Mapping[str, Any], allowed: tuple[str, ...], param: str, *, is_nested: bool = False
 ) -> Grammar | None:
-    """Return the grammar of the format `form` in field `param`. `allowed` lists the valid types.
+    """Return the grammar of the format `form` in field `param`. `allowed` lists format types.
 
     With `is_nested`, the format has its schema in the field `json_schema`.
     """

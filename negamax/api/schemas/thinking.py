@@ -27,11 +27,11 @@ class ReasoningPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """A request's thinking settings. None selects the model's default. `budget` is in tokens."""
+    """A request's thinking settings. A field that is None selects the model's default."""
 
     mode: str | None = None  # One of MODES.
     effort: str | None = None  # One of EFFORTS.
-    budget: int | None = None
+    budget: int | None = None  # in tokens
 
     def mode_for(self, template: ChatTemplate) -> str | None:
         """Return the thinking mode. Effort "minimal" disables thinking if `template` can do so."""

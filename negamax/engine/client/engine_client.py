@@ -298,8 +298,8 @@ class AsyncEngine:
         return [dump for dump in dumps if dump is not None]
 
     async def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
-        """Let each rank of each replica trace its next steps into a file whose name starts with
-        `path`, or write the started trace (None). Raises `InvalidRequestError`.
+        """Let each rank of each replica record its next steps in a trace file whose name starts
+        with `path`; None: write the started trace. Raises `InvalidRequestError`.
         """
         self.check_alive()
 

@@ -78,7 +78,7 @@ class Replica:
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Add a request whose choice i has tokens[i] prompt tokens; choice 0 computes `pending`."""
+        """Add a request. Choice i has tokens[i] prompt tokens; choice 0 computes `pending`."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -113,7 +113,7 @@ class Replica:
         ]
 
     async def record(self, make: Callable[[int], wire.Record]) -> wire.ExpertDump | None:
-        """Send a command, which `make` returns for a number, and return the answer's dump.
+        """Send the command that `make` builds for a number; return the dump in the reply.
 
         Raises `InvalidRequestError` with the engine's reason for a refusal.
         """

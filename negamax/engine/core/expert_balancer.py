@@ -58,7 +58,7 @@ class ExpertBalancer:
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the next step's expert moves and whether it counts selections; None: neither."""
+        """Return the next step's expert moves and whether it counts selections; None if neither."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []

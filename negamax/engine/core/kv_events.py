@@ -270,7 +270,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Answer a request for batches from a number on by the stored batches and an end mark."""
+        """Send the stored batches from the requested sequence number on, and then an end mark."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

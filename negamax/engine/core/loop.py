@@ -448,5 +448,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Return `end` with the facts whether the request was refused or lost its grammar process."""
+    """Return `end` with flags for a refused request and for a lost grammar process."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the function name in `choice`, in the format of chat completions or /v1/responses."""
+    """Return the function name in `choice`, which chat completions or /v1/responses received."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -73,7 +73,7 @@ class ThinkingParam(RequestModel):
 
 
 class ChatRequest(StructuredRequest):
-    """A conversation to answer. The template renders the keys of tools in the client's order."""
+    """A conversation to answer. The template renders a tool's keys in the client's order."""
 
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 

@@ -28,7 +28,7 @@ _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
-    """Refuse the field `thread`. With a thread, `messages` contains only a part of a conversation.
+    """Refuse the field `thread`. A request with a thread sends only a part of the conversation.
 
     Clients recognize the error code and continue without a thread.
     """

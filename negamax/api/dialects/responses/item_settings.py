@@ -18,7 +18,7 @@ class Settings:
     """A request whose settings include the changes by its items.
 
     `later` contains the names of tools that the prompt does not show at its start. `notes` maps the
-    number of an item that adds tools to the text that describes these tools.
+    index of an item that adds tools to the text that describes these tools.
     """
 
     params: ResponsesRequest
@@ -35,7 +35,7 @@ def apply_settings(
     and the tools of items before the first user message. If the start would show no tools, it shows
     the tools that are added first, because the template describes the format of calls there. Later
     tools are shown where an item adds them, to keep cached prefixes valid. A tool search shows the
-    tools with `defer_loading` that it finds. The last reasoning effort and text format apply.
+    tools with `defer_loading` that it finds. The last effort and text format in `items` apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]
