@@ -67,7 +67,7 @@ class LLMOptions(EngineOptions):
 def _takes_fields_of(
     options: Callable[P, LLMOptions],
 ) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
-    """Give an `__init__` a dataclass's parameters in the eyes of type checkers and editors."""
+    """Let type checkers and editors see a dataclass's fields as the parameters of `__init__`."""
 
     def decorate(init: Callable[[LLM, LLMOptions], None]) -> Callable[Concatenate[LLM, P], None]:
         def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:

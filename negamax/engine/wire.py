@@ -75,7 +75,7 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
-        """Sum the statistics of several engines; `balancedness` is the smallest value."""
+        """Sum the statistics of several engines, but take the smallest `balancedness`."""
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines, and drop `ranks`. Return a single entry unchanged."""
+    """Sum statistics of several engines without `ranks`; return those of one engine unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]

@@ -155,7 +155,7 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Map x [T, hidden] to [T, hidden] or parts [T, P, hidden]; cache keys and values in kv."""
+        """Map x [T, hidden] to partial sums [T, hidden] or [T, P, hidden]; cache k and v."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self.norm_kernel is not None:  # norm, rope and cache write in one launch

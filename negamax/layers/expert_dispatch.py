@@ -151,7 +151,7 @@ class ReplicatedTokens:
         return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """Map out [input rows, P, hidden], the outputs of this rank's experts, to [T, ...]."""
+        """Turn this rank's expert outputs, out [input rows, P, hidden], into partial sums."""
         return Partial(out, self._group)
 
 

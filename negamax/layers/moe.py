@@ -184,7 +184,7 @@ class SparseMoe:
     def __call__(
         self, x: Tensor | QuantizedActivations, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
-        """Map x [T, hidden] to P parts of a sum, [T, P, hidden]. Padding tokens use no expert."""
+        """Map x [T, hidden] to P partial sums, [T, P, hidden]. Padding tokens use no expert."""
         return self.run_experts(x, *self._route(x, tokens), tokens)
 
     def run_after(

@@ -243,7 +243,7 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Return the view of the parameter for `region`, which starts at row at[-1], column 0."""
+        """Return a view of the parameter for `region`; the view begins at row at[-1], column 0."""
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0
@@ -269,7 +269,7 @@ class MatrixWeight:
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return how to repeat entries of `tensor` in `region` for the smaller blocks of `held`."""
+    """Return (copies of each entry, copies to skip) per dimension of `tensor`, to fill `held`."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):
@@ -288,8 +288,8 @@ def choose_kernel(
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
     """Return a kernel, a weight format and a reason for the matrices `names`, which share a
     parameter. The reason is "" if the format is the checkpoint's format. The checkpoint's format is
-    kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: columns of
-    one matrix on this rank. `shares`: rows or columns per rank of one matrix.
+    kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: number of
+    columns of one matrix on this rank. `shares`: each split axis and its length per rank.
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:

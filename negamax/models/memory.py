@@ -43,7 +43,7 @@ class WeightKind:
     layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format on a rank, or `PLAIN` if the formats of its experts differ."""
+        """Return the format of the weights on a rank, or `PLAIN` if its experts' formats differ."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])

@@ -76,7 +76,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Return whether `options` allow a candidate, which must not shard caches by default."""
+    """Return whether `options` allow `candidate`. DCP and index sharding are never defaults."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

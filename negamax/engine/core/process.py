@@ -1,7 +1,7 @@
 """Run an engine process, which `engine.client.connection` starts.
 
-The first message contains the options. Server processes send requests, and get updates after each
-step. One thread sends heartbeats and watches ranks. One thread watches the server.
+The first message to it contains the options. Server processes send requests, and get updates after
+each step. One thread sends heartbeats and watches ranks. One thread watches the server.
 """
 
 import gc
@@ -207,7 +207,7 @@ def _record(loop: EngineLoop, message: wire.Record) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """State of the engine loop in heartbeats. Only the loop's thread changes this state."""
+    """State of the engine loop, for heartbeats. Only the loop's thread changes this state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

@@ -308,7 +308,7 @@ def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> S
 
 
 def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | None:
-    """Return why the user or the files provide the text model alone. None: they provide a tower."""
+    """Return the reason why the model has no vision tower; None if it has one."""
     folder = source.weights_folder
     if options.encoder_cache_tokens < ROWS_PER_PAGE:
         return f"--encoder-cache-tokens is {options.encoder_cache_tokens}"
@@ -327,8 +327,8 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
     """Record whether `draft` has its own embedding and head. A draft without these tensors uses
-    those of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors
-    have another width or are rotated.
+    those of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if the draft needs
+    tensors of the target that it cannot use.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -484,7 +484,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or `MEASURED` if unknown, because only time ratios matter."""
+    """Return this machine's GPU, or `MEASURED` if unknown: plans need only ratios of times."""
     if device == "cpu":
         return MEASURED
     try:

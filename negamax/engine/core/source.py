@@ -48,8 +48,8 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. If `options` name a draft model, use it
-    for the target model that its config.json names. Raises `ConfigError` or `CheckpointError`.
+    """Find or download a model, and read its configuration. If `options.model` is a draft, use it
+    for the target that its config.json names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)

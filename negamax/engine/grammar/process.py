@@ -2,7 +2,7 @@
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
 interrupted. The first process loads the compiler and forks other processes. One forked process
-handles most grammars. Each worker compiles one risky grammar with limits and low priority.
+handles most grammars. Each worker compiles one risky grammar, with low priority and a memory limit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output with a grammar. A turn computes its next mask; turns do not overlap."""
+    """One output with a grammar. A turn computes the output's next mask; turns do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
@@ -228,7 +228,7 @@ class GrammarServer:
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
-        """Let a thread compute the stream's next mask if no thread is computing it."""
+        """Let a thread compute the next mask of output `stream` if no thread is computing it."""
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None

@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host process to fork. The message passes the descriptor of the process's stdin."""
+    """Asks the host process to fork. The message passes the new process's stdin."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -59,7 +59,7 @@ class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The process refuses the grammar of output `key`, which may have begun already."""
+    """The process refuses the grammar of output `key`, even if this output has begun."""
 
     key: int
     message: str
@@ -67,7 +67,7 @@ class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
-    """The mask for the next token of an output, after all parts that the engine has sent."""
+    """The mask for the next token of an output, after all tokens that the engine has sent."""
 
     key: int
     mask: bytes | None  # None if the grammar has ended or has failed with `error`.

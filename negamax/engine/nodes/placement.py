@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have free resources. `one_day`: count used ones as free."""
+        """Return whether `count` nodes have free resources; `one_day`: free or used resources."""
         share = self.share(count)
         room = [
             node.id
@@ -143,7 +143,7 @@ class RayPlacement:
 def make_placement(
     options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str
 ) -> RayPlacement:
-    """Create the placement of machine `own_id`. Raises `ResourceError` if `nodes` lacks this id."""
+    """Create the placement; `own_id`: this machine. Raises `ResourceError` if `nodes` lacks it."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(

@@ -111,7 +111,7 @@ class AttentionMetadata:
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
-        """Return block tables [S, blocks] int64 with enough columns for the longest host length."""
+        """Return block tables [S, blocks] int64 with enough columns for max(host_seq_lens)."""
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
 

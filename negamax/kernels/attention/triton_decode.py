@@ -295,7 +295,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 
 def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Return two decode kernels: one reduces splits by spin waits, one by a second launch."""
+    """Return two decode kernels: one merges splits after spin waits, one in a second launch."""
     later = partial(plan, reduce_later=True)
     return (
         triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),

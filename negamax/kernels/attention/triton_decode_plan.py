@@ -59,7 +59,7 @@ WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """Return this thread's memory for partial results: int32 [words], EMPTY between launches."""
+    """Return a CPU thread's memory for partial results: int32 [words], EMPTY between launches."""
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -121,7 +121,7 @@ def _find_program_tiles(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the maximum number of tiles of a program, and the number of tiles of all sequences.
-    With `split_kv` bisection finds the smallest maximum for which there are enough programs.
+    With `split_kv`, bisection finds the smallest maximum for which `programs` programs suffice.
     """
     _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)

@@ -193,8 +193,8 @@ def launch_norm_rope_write(
     cache: KvCache,
     index: IndexHeads | None = None,
 ) -> Tensor:
-    """Launch the kernel and return q [T, heads, head_dim]. `norm` is (weight, eps). The kernel does
-    not write tokens with negative row indices.
+    """Launch the kernel and return q [T, heads, head_dim]. `norm` is (weight, eps). Tokens with
+    negative row indices are not cached.
     """
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.stride(1) == 1 and cache.k.is_contiguous() and cache.v.is_contiguous()

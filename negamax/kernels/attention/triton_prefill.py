@@ -14,9 +14,9 @@ such as one token in a captured step, can contain all query heads of a KV head. 
 the first head then attends for all query heads of the KV head.
 
 If a few queries follow a long prefix, there are too few tiles to fill the GPU. Several programs
-then split the keys of a tile, and a second launch merges their results. The number of programs is
-proportional to the number of keys. The device computes the splits, so a captured step handles
-prefixes of any length.
+then split the keys of a tile, and a second launch merges their results. The number of programs for
+a tile is proportional to its number of keys. The device computes the splits, so a captured step
+handles prefixes of any length.
 """
 
 from dataclasses import dataclass

@@ -151,7 +151,7 @@ def _scored(
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
-    """Return the number of blocks of `length` tokens, rounded up to 8 values per power of two."""
+    """Return the blocks of `length` tokens, rounded up to one of 8 numbers per power of two."""
     blocks, step = -(-length // block_size), 1
     while blocks > 8 * step:
         step *= 2
@@ -236,7 +236,7 @@ def _attend_to_pages(
 
 @dataclass(frozen=True)
 class BlockSparseDecodePlan:
-    """Result of `PagedDecode.plan`, and the sizes of the layer."""
+    """Result of `PagedDecode.plan`, and the layer's `SparseShape`."""
 
     paged: Any
     shape: SparseShape

@@ -180,8 +180,8 @@ def find_highest(order, TOPK: tl.constexpr):
     """Return whether each entry of `order` [rows, N] int32 is among the TOPK highest of its row.
     NO_SCORE is never selected. Among equal entries the first entries are selected.
 
-    The search finds the TOPK-th value two bits at a time, and ends when no row has more than TOPK
-    entries from this value on. An unrolled sort would need thousands of instructions.
+    The search finds the TOPK-th value two bits at a time, and ends when each row has at most TOPK
+    entries that reach this value. An unrolled sort would need thousands of instructions.
     """
     # one sum adds three counts, which have BITS bits each
     BITS: tl.constexpr = 10 if order.shape[1] < 1024 else 20

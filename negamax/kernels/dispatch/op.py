@@ -46,10 +46,10 @@ def dispatch(
     group: Collective,
     num_rows: int,  # padded number of rows, at least T and equal on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the ids [ranks * num_rows, top_k] and the columns of the rows of all ranks.
+    """Return the ids [ranks * num_rows, top_k] and the `columns` of the rows of all ranks.
 
-    The ids of padding rows are -1. The columns of a row that selected no expert of this rank are
-    undefined; the reference implementation returns the columns of every row.
+    The ids of padding rows are -1. The `columns` of a row that selected no expert of this rank are
+    undefined; the reference implementation returns the `columns` of every row.
     """
     sent, parts = (ids, *columns), []
     for column in sent:
@@ -74,7 +74,7 @@ def combine(
     experts: ExpertRanges,
     group: Collective,
 ) -> Tensor:  # [num_rows, width]
-    """Return this rank's rows, summed over parts, then over ranks; each sum is rounded."""
+    """Sum `out` over partial sums, then over ranks; return this rank's rows. Round each sum."""
     return group.reduce_scatter(out if out.dim() == 2 else out.sum(1))
 
 

@@ -1,9 +1,9 @@
 """Dispatch and combine in one launch each, through symmetric memory by the LL protocol
 (`collectives/triton_ll.py`), without barriers, counters and work on the host.
 
-    dispatch, program t   push    the ids of row t to all ranks, its columns to the ranks that have
+    dispatch, program t   push    the ids of row t to all ranks, its data to the ranks that have
                                   one of its experts
-                          poll    the ids of row t of every rank, and the columns of rows that
+                          poll    the ids of row t of every rank, and the data of rows that
                                   selected experts of this rank
     combine, program t    push    this rank's sum to each rank whose row t selected its experts
                           poll    the sums for the own row t; add them in rank order
@@ -66,7 +66,7 @@ def _dispatch_kernel(
     rank,
     WIDTHS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange one row of every rank: words of ids, then words of columns. Grid (num_rows,)."""
+    """Exchange one row of every rank: words of ids, then words of `columns`. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     row = tl.program_id(0)
     choice = tl.arange(0, C.BLOCK_K)

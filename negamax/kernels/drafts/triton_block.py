@@ -1,10 +1,10 @@
 """Attention of a draft block, whose rows attend to the paged context and to each other.
 
 Grid (blocks * tiles of rows, kv_heads, splits). A program computes attention of BLOCK_M rows to a
-split of the context's tiles. The rows belong to one block and one KV head (row = place * GROUP +
-query head of the group). The last split also attends to the block's own keys. If there are several
-splits, each program writes a partial result, and a second launch merges the partial results. The
-number of splits depends only on shapes, so a graph may capture the launches.
+split of the context's tiles. The rows belong to one block and one KV head (row = token of the block
+* GROUP + query head of the group). The last split also attends to the block's own keys. If there
+are several splits, each program writes a partial result, and a second launch merges the partial
+results. The number of splits depends only on shapes, so a graph may capture the launches.
 
     context tiles of BLOCK_N, from the window's start   | split 0 | split 1 | ... | last | own keys
 """

@@ -125,7 +125,7 @@ def unpack_words(
     IS_RAW: tl.constexpr,
 ):  # fmt: skip
     """Unpack the codes of packed words q to bf16 on NVIDIA GPUs. A word has 8 codes of "uint4" or
-    "e2m1", or 4 other codes.
+    "e2m1", or 4 codes of another type.
 
     Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
     is added to the codes if they are uint4 or if ZEROS. With SCALED, the codes are multiplied by

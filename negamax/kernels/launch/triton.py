@@ -24,7 +24,7 @@ may also cost more, most likely because programs are distributed unevenly over m
 are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
 successor may start early. With `dependent=False` a kernel is launched without PDL.
 
-On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile these calls.
+On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile PDL calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -128,8 +128,8 @@ def dot(a, b, acc):
 
 @triton.jit
 def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constexpr = 0):
-    """Return ptrs + offsets. A load from these pointers assigns threads, then warps, to the last
-    dimensions first.
+    """Return ptrs + offsets. A load from the returned pointers assigns threads, then warps, to the
+    last dimensions first.
 
     In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
     of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among

@@ -127,10 +127,10 @@ _PACKED_LARGE_M = {
 
 
 class H200MoeTiles(MoeTiles):
-    """Sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
-    MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with packed
-    8-bit weights, and in prefills with FP8. For M3 with other formats, each program has as many
-    columns as for M2.
+    """Tile sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes
+    of MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with
+    packed 8-bit weights, and in prefills with FP8. For M3 with other formats, each program has as
+    many columns as for M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -218,7 +218,7 @@ class H200MoeTiles(MoeTiles):
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
         """Return tiles for packed weights. A multiprocessor runs three programs with 168 registers
         per thread, or four with 128. Narrow experts of wide hidden states have few programs, so
-        each program has half the rows. Above 48 tokens, half the rows made no run faster.
+        each program has half the rows. Above 48 tokens, such programs were never faster.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE

@@ -7,8 +7,8 @@ but the operand of the tensor cores has 16 rows per warp. Rows are therefore loa
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. The scale includes this power, divided by
-2^_POST to stay in the range of bf16. The final sum is multiplied by 2^_POST.
+bf16, which makes the value too small by a power of two. Scales are multiplied by this power of two,
+divided by 2^_POST to stay in the range of bf16. The final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -442,8 +442,8 @@ def _number(code, scale, added, P: tl.constexpr):
 
 @triton.constexpr_function
 def _offset(P: Any, DTYPE: Any) -> float:
-    """Return the addend of unpacked codes. In pairs, uint4 is unpacked as code + 128 and uint8 as
-    code - 128. Codes without zero points have the zero point 8.
+    """Return the addend of unpacked codes. If codes are unpacked in pairs, uint4 becomes code + 128
+    and uint8 becomes code - 128. Codes without zero points have the zero point 8.
     """
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0

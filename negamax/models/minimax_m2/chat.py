@@ -17,8 +17,8 @@ joined.
 
 A tag ends at the closing quote of its name, or after a declared name. Instead of parameters, the
 parser also accepts a JSON object or XML elements. A value without an opener belongs to the only
-missing parameter. Other text in an invoke with parameters is dropped. An invoke without any
-argument is not a call. An invoke whose other text looks like an argument stays text.
+missing parameter. In an invoke with parameters, text outside them is dropped, unless it looks like
+an argument: then the invoke stays text. An invoke without any argument is not a call.
 """
 
 import enum
@@ -209,7 +209,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Decide whether `closer` ends the value. `before` is the lexeme after `closer`."""
+        """Decide whether `closer` ends the value. `before` is the lexeme that follows `closer`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = (
@@ -222,7 +222,7 @@ class MiniMaxM2Block(CallBlock):
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
-        """Read text after a closer that may be data. Return False if the closer is data.
+        """Read `text`, which follows the last closer. Return False if this closer is data.
 
         After white space, the closer may still be data. If `text` begins a missing argument of the
         tool in a form of `_OTHER_FORMS`, the closer ends the value.
