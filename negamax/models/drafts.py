@@ -31,7 +31,7 @@ class DraftSpec(ModelSpec):
     own_embedding: bool = False  # Whether the draft has its own embedding.
     own_head: bool = True
     is_rotated_back: bool = False  # Whether only the target's weights are rotated (QuaRot).
-    # Properties of the target according to the draft's files.
+    # `target_*`: properties of the target according to the draft's files.
     target_model_type: str | None = None
     target_num_layers: int | None = None
     speculative_tokens: int | None = None  # Draft tokens per step, from the draft's files.

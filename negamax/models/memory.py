@@ -38,7 +38,7 @@ class WeightKind:
 
     weight: WeightSpec  # The weight of the first of `layers`.
     formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all experts.
-    # For each expert, the formats of all its matrices; () for weights outside experts.
+    # `joined`: for each expert, the formats of all its matrices; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 

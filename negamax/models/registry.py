@@ -25,7 +25,7 @@ from negamax.text.chat_family import ChatFamily
 _ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
 DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY, **dspark.FAMILIES}  # Drafts by architecture.
-# The chat formats by their short names ("m2", "m3").
+# `CHAT_FAMILIES`: chat formats by their short names ("m2", "m3").
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     family.chat.call_style.name: family.chat
     for family in FAMILIES.values()

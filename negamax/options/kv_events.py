@@ -14,7 +14,7 @@ _refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
 _NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
-# The publisher listens at addresses that match `_OWN`, and connects to all other addresses.
+# `_OWN` matches the addresses at which the publisher listens; it connects to all other addresses.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 
@@ -26,7 +26,7 @@ class KvEventsConfig:
     replay_endpoint: str | None = None  # None disables replay.
     buffer_steps: int = 10_000  # Number of latest batches that are kept for replay.
     hwm: int = 100_000  # Largest number of unsent batches per subscriber; more are dropped.
-    max_queue_size: int = 100_000  # Largest number of steps whose changes wait in the queue.
+    max_queue_size: int = 100_000  # Largest number of steps whose cache events are queued.
     topic: str = ""
 
     @staticmethod

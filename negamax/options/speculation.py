@@ -37,7 +37,7 @@ class SpeculationConfig:
     model: str | None = None  # Name of the draft model; after the download, its folder.
     revision: str | None = None  # Branch, tag or commit of the draft on the hub.
     draft_lm_head_quantization: str | None = None  # "fp8": store the draft's head in FP8.
-    # "probabilistic": the draft model samples draft tokens for requests with a temperature.
+    # `draft_sample_method`: "probabilistic" samples draft tokens for requests with a temperature.
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None

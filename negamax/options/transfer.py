@@ -70,11 +70,11 @@ class KvTransferConfig:
     """Settings for exchanging KV blocks between engines. `read` parses `--kv-transfer-config`."""
 
     role: str = BOTH  # One of ROLES.
-    lane: str = NIXL  # The transport of the blocks: NIXL or TCP.
+    lane: str = NIXL  # NIXL or TCP, the transport of the blocks.
     host: str = "127.0.0.1"  # Address of this machine that the other engines can reach.
     port: int = PORT  # Port for the messages between engines.
-    failure_policy: str = FAIL  # What to do if a prompt does not arrive: FAIL or RECOMPUTE.
-    # Seconds for which a prompt is kept after the last message of the engine that will read it.
+    failure_policy: str = FAIL  # If a prompt does not arrive, FAIL or RECOMPUTE the request.
+    # `lease_seconds`: how long a prompt is kept after the last message of the engine that reads it.
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # Time limit of each phase of a transfer.
     allowed_hosts: tuple[str, ...] = ()  # Hosts of prefill servers; () allows private addresses.

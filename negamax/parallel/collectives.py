@@ -22,7 +22,7 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 class Partial:
     """One rank's summand of a tensor. `RmsNorm` adds the summands of all ranks of `group`."""
 
-    x: Tensor  # [T, width]; [T, P, width]: P summands of this rank to be added
+    x: Tensor  # [T, width], or [T, P, width] with P summands of this rank
     group: Collective
 
 

@@ -125,9 +125,8 @@ class ParallelLayout:
     cp: int = 1
     dcp: int = 1  # Number of adjacent tp ranks that split one KV cache.
     partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; (): split evenly.
-    # Number of slots for extra copies of experts in each layer, summed over the ranks of a stage.
-    redundant_experts: int = 0
-    # For each layer, the initial expert of each slot; (): experts are placed in order.
+    redundant_experts: int = 0  # Slots for extra expert copies per layer, on all ranks of a stage.
+    # `expert_placement`: for each layer, the initial expert of each slot; (): experts in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
     nodes: int = 1  # Number of machines, each with equally many consecutive ranks.
 

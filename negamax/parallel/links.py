@@ -67,8 +67,7 @@ class PipelineLinks:
 
     previous: Link | None = None  # To the previous stage; None on the first stage.
     next: Link | None = None  # To the next stage; None on the last stage.
-    # Links over which the last stage sends sampled tokens to all other stages.
-    sampled: tuple[Link, ...] = ()
+    sampled: tuple[Link, ...] = ()  # From the last stage to all others, for sampled tokens.
 
     @staticmethod
     def connect(

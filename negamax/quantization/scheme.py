@@ -32,8 +32,7 @@ class Scheme:
     """The formats of a checkpoint's linear layers."""
 
     formats: tuple[TensorFormat, ...]  # All formats of the checkpoint except PLAIN.
-    # Returns the format of a module, such as "model.layers.0.self_attn.q_proj".
-    format_of: Callable[[str], TensorFormat]
+    format_of: Callable[[str], TensorFormat]  # Maps a module name to the format of its weight.
 
     @classmethod
     def of(

@@ -37,15 +37,16 @@ _GAIN = 1.01  # factor by which the score of a new draft length must exceed the 
 # least `_TRIAL_STEPS` steps. The acceptance rate `_PRIOR` has the weight of `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 # Acceptance rates that the draft model estimates. The weight of an estimate falls to a third after
-# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as
-# `_ESTIMATE_TRIALS` trials or more. The mean error of `_LEAST_BIAS_TRIALS` or more trials is added.
+# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last one weighs as
+# much as `_ESTIMATE_TRIALS` trials or more. From `_LEAST_BIAS_TRIALS` trials on, the mean error of
+# the estimates is added to them.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable
-# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
-# because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
-# `_OWN_ERROR`: extra variance of each draft length. `_NOISE`: variance of one measured time.
+_UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable.
+# `_ERROR`: initial variance of the log step time with the longest drafts, because times measured at
+# start exclude the host's work. Shorter drafts have a smaller variance. `_OWN_ERROR`: additional
+# variance for each draft length. `_NOISE`: variance of the logarithm of one measured time.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # extra variance of each draft length in a new size class of rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
@@ -88,8 +89,8 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # log time factor of all, then each length
-        # a time error of long drafts also changes the estimates of shorter drafts, but less
+        self._means = [0.0] * (len(self._lengths) + 1)  # log time factors: of all, of each length.
+        # A time error of long drafts also changes the estimates of shorter drafts, but less.
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
@@ -172,7 +173,7 @@ class _Shares:
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # replace trials by the estimate
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # convert the estimate to trials
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most
@@ -211,7 +212,7 @@ class AdaptiveDraftLength:
         """
         self._lengths = (0, *lengths)
         self._places = [_Shares() for _ in range(self._lengths[-1])]
-        self._times: dict[int, _Times] = {}  # keys: `_size_class` of the number of rows
+        self._times: dict[int, _Times] = {}  # `_size_class` of the number of rows -> times
         self._measured: dict[int, list[tuple[int, float]]] = {
             drafts: [] for drafts in self._lengths
         }

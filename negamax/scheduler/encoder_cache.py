@@ -33,7 +33,7 @@ class EncodedImage:
     pages: list[int]
     rank: int  # rank that encodes the image
     num_parts: int  # number of parts in which the image is encoded
-    num_planned: int = 0  # number of parts in plans
+    num_planned: int = 0  # number of parts that plans contain so far
     step_ids: list[int] = field(default_factory=list)  # ids of the steps that encode the parts
     num_users: int = 0  # number of images in sequences that use these pages
 

@@ -216,7 +216,7 @@ class HostTier:
     def commit(self, result: StepResult) -> None:
         """Index host blocks that the step stored, and end completed loads, reads and writes."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # the block was not dropped
+            if self._storing.get(store.block_hash) == store.place:  # `evict` did not drop the store
                 self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)

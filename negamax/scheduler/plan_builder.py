@@ -26,7 +26,7 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []  # one sequence per entry of `slots`
         self.slots: list[int] = []
         self.drafts: dict[int, int] = {}  # row -> number of its draft tokens, if above 0
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # (length, if it samples, sequence)
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # (length, samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:
         self.appended_slots.append(sequence.slot)

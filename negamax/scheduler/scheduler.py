@@ -42,8 +42,8 @@ from negamax.scheduler.waiting import (
     rank_waiting,
 )
 
-# Cost of a running sequence over all its steps: `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of
-# KV cache. The unit of cost is the time of one prompt token.
+# Over all its steps, a running sequence costs `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of KV
+# cache. The unit of cost is the time of one prompt token.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
@@ -86,7 +86,7 @@ class Scheduler:
         self._in_flight: deque[_UncommittedPlan] = deque()
         # id of the request whose admission was last refused, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # id of a request for which preemption cannot make room, and the gain count for a new try
+        # id of a request for which preemption cannot make room, and the gain count it waits for
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # id of the last committed step

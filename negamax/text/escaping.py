@@ -15,8 +15,7 @@ from negamax.base.pieces import replace_all
 from negamax.base.unicode import valid_unicode
 
 ESCAPE = "\udfff"  # a lone surrogate, which valid text of a client cannot contain
-# Fields of a call whose strings M3's template writes between < and >.
-_INSERTED = frozenset({"name", "arguments"})
+_INSERTED = frozenset({"name", "arguments"})  # Call fields that M3's template writes in < and >.
 
 
 def unescape(text: str) -> str:

@@ -68,7 +68,7 @@ class NixlMover:
                     _describe_heads(there, command.remote_places, part.remote_head, count),
                 )
             )
-            whole = here.shape[2] == there.shape[2] == count  # then layers of a block are adjacent
+            whole = here.shape[2] == there.shape[2] == count  # True: a block's layers are adjacent
             if whole:
                 pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))

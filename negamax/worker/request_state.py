@@ -72,8 +72,8 @@ class RequestState:
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # number of tokens whose KV is in the cache; the slot's next step starts at this position
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # >= `num_computed`, on host
-        # number of unverified drafts of each slot, which `num_computed_bound` includes
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # >= `num_computed`, on host.
+        # `_unverified`: each slot's number of unverified drafts, included in `num_computed_bound`
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # sampling parameters of each slot, [rows, len(FILTERS)] fp32

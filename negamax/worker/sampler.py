@@ -52,8 +52,7 @@ class Sampled:
     """Sampled tokens of R rows."""
 
     token_ids: Tensor  # [R] int64, BROKEN for rows without finite logits
-    # indices of the rows whose requests ask for log-probabilities
-    logprob_rows: list[int] = field(default_factory=list)
+    logprob_rows: list[int] = field(default_factory=list)  # rows with requested log-probabilities
     logprobs: LogprobEntries | None = None  # log-probabilities of `logprob_rows`
     is_captured: bool = False  # whether a captured step has sampled and stored the tokens
 

@@ -36,8 +36,7 @@ class _Expected:
     slots: list[int]  # [S] slot of each sample
     slots_device: Tensor  # [S] int64, `slots` on the device
     positions: Tensor  # [S] int64, position of each sampled token
-    # slots of this step that later plans assigned to other sequences
-    reassigned: set[int] = field(default_factory=set)
+    reassigned: set[int] = field(default_factory=set)  # slots that now have other sequences
     message: Tensor | None = None  # int64 results from the last stage, see `Stage.give_back`
     arrival: Arrival | None = None
 

@@ -286,7 +286,7 @@ class StepRunner:
             rows = VerifiedRows(slots, counts, requests.num_computed[slots], *places)
             drafts = requests.drafts[slots]
             are_dropped = has_drafts and bitmask.drop_drafts(drafts, plan)
-            # three separate tensors, which are aligned, because each alignment has its own kernel
+            # three tensors, not slices of one, because each alignment would need its own kernel
             accepted, lengths, ends = (torch.empty_like(slots) for _ in range(3))
             verifier(
                 rows,

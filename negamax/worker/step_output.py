@@ -43,8 +43,8 @@ class StepOutput:
     times: StepTimes | None = None
     # failed row of the plan -> text of its error, raised before or after the model ran
     failures: dict[int, str] = field(default_factory=dict)
-    verification: Verification | None = None  # None: the plan has no draft tokens
-    # indices in the plan of rows with a grammar; [] if the plan proposes no tokens
+    verification: Verification | None = None  # None: the plan has no draft tokens.
+    # `grammar_rows`: indices in the plan of rows with a grammar; [] if the plan proposes no tokens
     grammar_rows: list[int] = field(default_factory=list)
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, new drafts of grammar rows
     expert_counts: HostTensor | None = None  # [layers, experts] int64, selections of each expert
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # last: no error may follow
+            None if self.loads is None else self.loads.report_files(),  # last: an error loses it
         )
 
 

@@ -51,8 +51,8 @@ def _merge_shards_kernel(
     token_slots,  # [T] int64, row of each token's sequence in `tables`
     tables,  # [slots, table_stride] int32, block tables
     active,  # [1] int32, number of tokens before the padding; None: there is no padding
-    ids,  # [T, HEADS, TOPK] int32, written: `BlockSelection.ids`
-    pages,  # [T, HEADS, TOPK] int32, written: `BlockSelection.pages`
+    ids,  # [T, HEADS, TOPK] int32, written as `BlockSelection.ids`
+    pages,  # [T, HEADS, TOPK] int32, written as `BlockSelection.pages`
     addresses,  # field of the `PeerRegion` that exchanges the keys
     flags,  # field of the `PeerRegion` that exchanges the keys
     table_stride,
@@ -95,7 +95,7 @@ def _merge_shards_kernel(
             word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
             bases = load_peer_bases(addresses, WORLD)
             sent = ()
-            for peer in tl.static_range(WORLD):  # load for all ranks before the first store
+            for peer in tl.static_range(WORLD):  # all loads first, so that they overlap
                 its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
                 sent = sent + (add_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
             for peer in tl.static_range(WORLD):

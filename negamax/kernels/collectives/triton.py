@@ -109,7 +109,7 @@ def _all_reduce_add_rms_kernel(
         slice_mask = slice_index < slice_words
         bases = load_peer_bases(addresses, WORLD)
         slices = ()
-        for peer in tl.static_range(WORLD):  # load for all ranks before the first store
+        for peer in tl.static_range(WORLD):  # all loads first, so that they overlap
             words = sum_parts(
                 x, row, peer * slice_words + slice_index, slice_mask, PARTS, WORDS, dtype
             )
@@ -278,7 +278,7 @@ def _all_gather_kernel(
 
 
 def all_reduce_add_rms(
-    # [T, width] or [T, P, width], this rank's partial result; undefined afterwards
+    # [T, width] or P summands [T, P, width], this rank's partial result; undefined afterwards
     x: Tensor,
     # [T, width], changed in place; if rows are sharded, only the rows of this rank change
     residual: Tensor,
@@ -292,7 +292,7 @@ def all_reduce_add_rms(
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
-    if residual.shape[1] % 2:  # the size of a row is not a multiple of 4 bytes
+    if residual.shape[1] % 2:  # the kernels read rows as 4-byte words
         return spec.all_reduce_add_rms(x, residual, norm, group)
     peers = group.peers
     if peers is not None and len(residual) and _fits_region(residual, peers):

@@ -56,8 +56,8 @@ def _are_held(ids, first, C: tl.constexpr):
 def _dispatch_kernel(
     ids,  # [T, TOP_K] int32, selected experts; -1: no expert
     columns,  # tuple of tensors [T, WIDTHS[c]] of 4-byte words
-    all_ids,  # [WORLD * num_rows, TOP_K], written: `ids` of all ranks
-    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]], written: `columns` of all ranks
+    all_ids,  # [WORLD * num_rows, TOP_K], written: the `ids` of all ranks
+    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]], written: all ranks' `columns`
     firsts,  # [WORLD] int32, index of each rank's first expert
     num_tokens,
     num_rows,
@@ -189,7 +189,7 @@ def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collectiv
     """Run `dispatch.combine`; the sum over ranks is fp32, in the order of ranks."""
     num_rows, width = len(out) // group.size, out.shape[-1]
     region = find_region(group, "reduce", num_rows, width // 2)
-    if region is None or width % 2:  # the size of a row is not a multiple of 4 bytes
+    if region is None or width % 2:  # the kernel reads rows as 4-byte words
         return spec.combine(out, ids, experts=experts, group=group)
     assert out.is_contiguous() and ids.is_contiguous()
     sums = out.new_empty(num_rows, width)

@@ -30,7 +30,7 @@ from negamax.kernels.drafts.op import BlockContext
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum number of splits; others were not measured
+_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum splits of the KV; no others measured
 
 
 class BlockConstants(NamedTuple):
@@ -84,8 +84,8 @@ def _attend_block_kernel(
     tables,  # [slots, table_stride], block tables
     slots,  # [R] int64, index in `tables` of each block's row
     lengths,  # [R] int32, number of cached tokens before each block
-    out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV
-    # [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] fp32, written with SPLIT_KV: acc, m_i, l_i
+    out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV.
+    # `partials`: acc, m_i, l_i [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] with SPLIT_KV
     partials,
     scale,  # softmax scale * log2(e)
     table_stride,

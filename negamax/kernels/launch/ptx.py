@@ -144,7 +144,7 @@ def unpack_words(
         )  # fmt: skip
 
 
-# For each pair of e2m1 codes: PTX that shifts `q` into `a`, and a mask of the bits that bf16 needs.
+# For each pair of e2m1 codes, PTX that shifts `q` into `a`, and a mask of the bits that bf16 needs.
 # `weight_only.layout.BITS` lists the positions of these bits in a word.
 _E2M1 = (
     (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),
@@ -168,7 +168,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
         half = pair // (pairs // 2)
         if ELEMENT == "uint4":
             lines.append(f"shr.u32 a, q, {4 * pair};")
-            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # code + 128 in bf16
+            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # c = code + 128
         elif ELEMENT == "e2m1":
             lines.append("mov.b32 c, 0;")
             for moved, mask in _E2M1[pair]:

@@ -19,7 +19,7 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int = 1  # number of steps along K whose loads are in flight
-    split_k: int = 1  # number of programs that split the columns of a tile
+    split_k: int = 1  # number of programs that share one output tile's loop along K
     maxnreg: int | None = None  # maximum number of registers per thread; None: the compiler decides
 
     @cached_property

@@ -43,7 +43,7 @@ class ExpertTiles:
     # gemv: number of experts of a token that one program of down sums; the next norm sums the parts
     choices: int = 1
     repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
-    resident: bool = False  # large_m: whether h stays in shared memory (FP8, narrow experts)
+    resident: bool = False  # large_m: whether down keeps its input h in shared memory (FP8)
     starts_early: bool = True  # packed gemv: `starts_early` of `launch_options` for gate and up
 
 

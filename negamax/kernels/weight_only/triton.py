@@ -29,12 +29,12 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # converts an exponent of e5m3 to fp32
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # added to (e5m3 << 20), gives bits of fp32
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
-COLUMNS = tl.constexpr(64)  # number of columns per product; more columns need more registers
+COLUMNS = tl.constexpr(64)  # number of columns per `dot`; more columns need more registers
 _ONE_SCALE_MAX_M = tl.constexpr(64)  # for more tokens, two accumulators exceed the registers
 
 
@@ -78,7 +78,7 @@ def multiply(
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
     SPAN: tl.constexpr = BYTES * P.CODES
     SPANS: tl.constexpr = BLOCK_K // SPAN
-    PRODUCTS: tl.constexpr = P.CODES  # number of products per span
+    PRODUCTS: tl.constexpr = P.CODES  # number of `dot` calls per span
     ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K) and BLOCK_M <= _ONE_SCALE_MAX_M
     GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
     columns = tl.arange(0, COLUMNS)
@@ -184,7 +184,7 @@ def split_by_product(each, P: tl.constexpr):
         products = (each,)
     elif ROWS == 1:
         products = (each, each)
-    else:  # one product has the first two of a thread's four words, the other the last two
+    else:  # one `dot` uses the first two of a thread's four words, the other the last two
         by_half = tl.permute(tl.reshape(each, (ROWS, 4, 2, 2)), (0, 1, 3, 2))
         first, second = tl.split(by_half)
         products = (tl.reshape(first, (ROWS, 8)), tl.reshape(second, (ROWS, 8)))

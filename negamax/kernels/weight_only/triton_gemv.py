@@ -40,10 +40,10 @@ from negamax.kernels.weight_only.triton import (
     unpack_numbers,
 )
 
-TOKENS = tl.constexpr(8)  # number of columns of the smallest product of the tensor cores
+TOKENS = tl.constexpr(8)  # smallest number of tokens of a tensor core instruction
 SPAN = tl.constexpr(128)  # number of columns that a warp multiplies in a step
-_WORDS = tl.constexpr(16)  # number of words per row of a fragment
-# number of neighboring columns of a 16-bit product that Triton assigns to a thread
+_WORDS = tl.constexpr(16)  # number of words per row of a fragment.
+# `_NEIGHBORS`: adjacent columns of a 16-bit `dot` operand that Triton assigns to one thread.
 _NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
 

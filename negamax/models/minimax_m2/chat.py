@@ -73,7 +73,7 @@ _OTHER_FORMS = (  # beginnings of an argument with a broken tag or another synta
 # opening or closing tag of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# Tags that may follow the end of a call; otherwise its closing tag is text of the open value.
+# Before any other tag, the closing tag of a call is text of the open value.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -103,12 +103,12 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schemas: open call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # of open call, open value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.
         self._unnamed: list[str] = []  # Values without a parameter name in the open call.
-        self._waiting: list[WaitingMember] = []  # Values that may be items of an array.
+        self._waiting: list[WaitingMember] = []  # Array parameters, written at the call's end.
         self._key = ""
         self._value: list[str] = []  # Text of the open value that is not written yet.
         self._is_written = False  # Whether the open value is streamed as a string.
@@ -217,7 +217,7 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # if `closer` closes the call, the next lexeme ends the call
+            self._close_value()  # after the closing tag of a call, the next lexeme ends it
         else:
             self._keep_closer()
 

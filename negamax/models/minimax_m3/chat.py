@@ -53,7 +53,7 @@ _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
 _M = re.escape(MARKER)
 _SPACE = r"\s{0,4}"  # White space between a marker and its tag, or at the end of a tag.
-# Matches a marker inside an invoke tag, and the text after the marker.
+# `_SPLICE` matches a marker inside an invoke tag, and the text after the marker.
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _ATTRIBUTES = re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?$""")
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")

@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Known fields of config.json beside `text_config`. Some fields describe images or videos.
+# `_AROUND`: known fields of config.json beside `text_config`. Some describe images or videos.
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -74,8 +74,8 @@ class SparseAttentionSpec:
     init_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]  # For each layer, whether its attention is sparse.
-    # The engine sets this field. True: each rank computes the index queries of all heads and stores
-    # a shard of the index keys.
+    # `is_sharded`: whether each rank computes the index queries of all heads and stores a shard of
+    # the index keys. The engine sets this field.
     is_sharded: bool = False
 
 

@@ -32,8 +32,8 @@ class _Kind(IntEnum):
     CHOICES = 6  # indices of alternative expressions
     TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
     REPEAT = 8  # index of a rule; minimum and maximum number of its repeats
-    TOKEN = 9  # ids of the allowed tokens
-    # number of tags; (trigger token, rule) of each tag; 1 if more tags may follow; excluded tokens
+    TOKEN = 9  # ids of the allowed tokens.
+    # Number of tags; (trigger token, rule) of each tag; 1 if more tags may follow; excluded tokens.
     TOKEN_TAG_DISPATCH = 11
 
 

@@ -64,8 +64,7 @@ class _Element:
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # whether the text is empty or white space
-    # names of opening tags in the text; these tags and their closing tags are data
-    quoted: list[str] = field(default_factory=list)
+    quoted: list[str] = field(default_factory=list)  # names of opening tags in the text, as data
     names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
     values: list[WaitingMember] = field(default_factory=list)  # members to write at the end
@@ -75,8 +74,7 @@ class _Element:
     is_marked: bool = False  # whether the text begins with the call's tag marker
     mark: int = 0  # index of this element's opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, if it is an array without its closing bracket
-    # an ended array of the same name to which this element adds items
-    resumed: "_Element | None" = None
+    resumed: "_Element | None" = None  # ended array of the same name to which this one adds items
     arrays: dict[str, str] = field(default_factory=dict)  # closed array's name -> JSON of its items
     waiting: set[str] = field(default_factory=set)  # names of `values`
 

@@ -197,8 +197,8 @@ class OutputFormat:
     beginnings: TagBeginnings
     new_block: type[CallBlock]
     may_think_again: bool  # whether an opening think tag within content begins reasoning
-    call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`
-    # tags of calls; {} stands for a name, which may contain quotes and angle brackets
+    call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`.
+    # `name_tags`: tags of calls; {} stands for a name, which may contain quotes and angle brackets
     name_tags: tuple[TagPattern, ...]
     turn_open: str = "]~b]"  # tag before the role of a turn in rendered prompts
     turn_close: str = "[e~["

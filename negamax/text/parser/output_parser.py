@@ -133,8 +133,8 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # another family's closing think tag, until later text decides
-        # held call opener and the white space after it; the next tag decides whether a block begins
+        self._closer = ""  # another family's closing think tag, until later text decides.
+        # `_opener`: held call opener and its white space; the next tag decides if a block begins.
         self._opener: list[str] = []
         self._opener_is_loose = False
         self._is_after_block = False  # whether only white space has followed the last block
