@@ -51,7 +51,7 @@ STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of loading and running a model, named as in vLLM. None: the default is computed."""
+    """Options of loading and running a model, named as in vLLM. None means a computed default."""
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 
@@ -536,7 +536,7 @@ class EngineOptions:
 
     @property
     def parallel(self) -> ParallelOptions:
-        """Return the sizes that split the model over ranks. Raises `ConfigError`."""
+        """Return the number of ranks per parallel axis. Raises `ConfigError`."""
         shared = {one.name for one in fields(ParallelOptions)} & vars(self).keys()
         sizes = {name: getattr(self, name) for name in shared}
         return ParallelOptions(**sizes, redundant_experts=self._eplb_config.num_redundant_experts)

@@ -91,7 +91,7 @@ class EventAddress:
 def list_event_addresses(
     options: RouteOptions, servers: Sequence[SplitResult]
 ) -> dict[str, list[EventAddress]]:
-    """Return the addresses of the KV events by the URL of the server. Raises `ConfigError`."""
+    """Return the KV event addresses of each server, by the server's URL. Raises `ConfigError`."""
     urls = {server.geturl() for server in servers}
     sources = _read_sources("--kv-event-source", options.kv_event_source, urls)
     replays = _read_sources("--kv-event-replay-source", options.kv_event_replay_source, urls)
@@ -109,7 +109,7 @@ def list_event_addresses(
 def _read_sources(
     name: str, values: tuple[str, ...], urls: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the addresses of an option by URL."""
+    """Return the addresses that the option `name` gives for each server, by URL."""
     found: dict[str, list[str]] = {}
     for value in values:
         given, _, addresses = value.partition("=")

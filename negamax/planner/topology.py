@@ -119,7 +119,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    An engine uses GPUs of one machine or all of several machines. Pass `kv_heads` to allow DCP.
+    An engine takes GPUs of one machine, or all GPUs of several. Pass `kv_heads` to allow DCP.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -167,8 +167,8 @@ def fit(
     encoder_tokens: int = EngineOptions.encoder_cache_tokens,
     drafts: Drafts | None = None,
 ) -> Fit:
-    """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens.
-    If the engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
+    """Return the use of a GPU's `budget` bytes, with slots for requests of `longest` tokens. If the
+    engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
     """
     spec = model.weights.spec
     width = spec.vision.text_hidden if spec.vision and encoder_tokens else 0

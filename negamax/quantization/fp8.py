@@ -1,4 +1,4 @@
-"""Methods "fp8" and "mxfp8" (MiniMax). Modules in the description's list are not quantized.
+"""Methods "fp8" and "mxfp8" (MiniMax). The description lists modules that are not quantized.
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
 stored weights also rounds activations. Blocks need an activation scale per 128 columns, and whole

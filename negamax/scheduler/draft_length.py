@@ -4,14 +4,14 @@ A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yi
 + ... tokens per row. p_i is the probability that a row accepts draft i after it has accepted all
 earlier drafts. Committed steps update the estimates of T and p_i:
 
-- T is the step time measured at start, multiplied by two factors. One factor applies to all k,
-  because contexts grow. The other factor applies to a single k. A Kalman filter estimates the
+- T is the step time measured at start, multiplied by two factors. One factor, common to all k,
+  follows the growth of contexts. The other belongs to one k. A Kalman filter estimates the
   logarithms of these factors. A draft length k with an uncertain factor gets a better score, so
   that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
 - p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
   an unused k again after growing intervals, because the weight of old trials decays. If the draft
   model has a confidence head, p_i is the mean of the head's recent estimates, corrected by their
-  mean error. A p_i with estimates of the head adapts to changes after few trials.
+  mean error. With the head, p_i adapts to changes after few trials.
 
 The chosen lengths depend only on the sequence of calls.
 """
@@ -79,7 +79,7 @@ class FixedDraftLength:
 
 class _Times:
     """Corrections to the logarithms of step times, for one size class. A draft length's correction
-    is the sum of one number for all lengths and one of its own, which a Kalman filter estimates.
+    is a common number plus a number of its own. A Kalman filter estimates these numbers.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -100,7 +100,7 @@ class _Times:
             self._covariances.append([0.0, *row])
 
     def extrapolate(self, *, step: int) -> _Times:
-        """Return the initial state of a size class with half or twice as many rows."""
+        """Return the initial state for a size class with half or twice the rows of this class."""
         times = _Times(self._lengths, step=step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
@@ -167,7 +167,7 @@ class _Shares:
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Record the draft model's mean estimate for `num_rows` rows; None: no estimate."""
+        """Record the draft model's mean acceptance estimate for `num_rows` rows (None: none)."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
@@ -283,8 +283,8 @@ class AdaptiveDraftLength:
             place.new_accepted += num_rows
 
     def add_expected(self, num_rows: int, shares: Sequence[float]) -> None:
-        """Record what the draft model expects for `num_rows` rows. `shares[i]` is the share of rows
-        that the draft model expects to accept drafts 0 to i.
+        """Record the draft model's acceptance estimates for `num_rows` rows. `shares[i]` is the
+        share of rows that the draft model expects to accept drafts 0 to i.
         """
         self._num_expected += num_rows
         for place, share in enumerate(shares[: len(self._places)]):
@@ -307,7 +307,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score draft lengths by tokens/s, with step times reduced by `tried` deviations."""
+        """Score draft lengths by tokens/s; reduce step times by `tried` standard deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []

@@ -62,7 +62,7 @@ class PlanBuilder:
             self.chunks.append((earlier[0][0] + count, samples, sequence))
 
     def finish(self, *, has_constrained: bool, num_proposed: int) -> StepPlan:
-        """Return the plan, and add the sequences of chunks to `sequences`, in the order of rows."""
+        """Return the plan, and append the sequences of chunks to `sequences`, in row order."""
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
         images: list[ImageRun] = []

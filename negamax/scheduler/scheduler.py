@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """All ranks share `requests`. Without `draft_length`, `limits` set the number of drafts."""
+        """All ranks share `requests`. Without `draft_length`, `limits` set the draft length."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
@@ -139,8 +139,8 @@ class Scheduler:
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
-        """Postpone rows of the latest plan until `unblock`: `commit` ignores their samples, and
-        their last token runs again. The step's `GrammarBitmask` lists these rows.
+        """Postpone rows of the latest plan until `unblock`: `commit` ignores the rows' samples, and
+        the rows' last tokens run again. The step's `GrammarBitmask` lists these rows.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -241,7 +241,7 @@ class Scheduler:
 
     def can_take(self, sequence: Sequence) -> bool:
         """Whether this rank can preempt rows of another tenant to admit a sequence of the group's
-        queue. The sequence must rank before all sequences in the rank's own queue.
+        queue. The sequence must come before all sequences in the rank's own queue.
         """
         num_rows = self._requests.num_rows
         first = self._waiting.first(num_rows)
@@ -440,9 +440,9 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption. The
-        rows have the fewest computed tokens of the tenant with the most rows. That tenant keeps
-        more rows than the waiting tenant. Return None if preemption cannot make room.
+        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption. They
+        have the fewest computed tokens among the rows of the tenant with the most rows. That tenant
+        keeps more rows than the waiting tenant. Return None if preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -548,7 +548,7 @@ class Scheduler:
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return (cached blocks, number of missing blocks, number of free blocks needed)."""
+        """Return (cached blocks, number of missing blocks, free blocks needed for admission)."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:

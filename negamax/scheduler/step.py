@@ -33,7 +33,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Largest values over all data-parallel ranks that run the step together."""
+    """Sizes of a step, as maxima over all data-parallel ranks that run it together."""
 
     num_tokens: int
     num_rows: int
@@ -96,7 +96,7 @@ ROWS_PER_PAGE = 16  # number of image embeddings in a page
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image that one rank encodes before the step. Other ranks use zero embeddings."""
+    """An image that one rank encodes before the step. Other ranks contribute zeros for it."""
 
     rank: int  # rank that encodes the image, see `ParallelLayout.encoder_rank`
     pages: list[int]  # pages that store the image's embeddings, in order
@@ -239,7 +239,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Output of one request from a committed step. The engine sends it to the server unchanged."""
+    """Output of one request from a committed step, which the engine sends to the server."""
 
     request_id: str
     token_ids: list[int]

@@ -2,8 +2,8 @@
 
 Templates, tokenizers and images are not trusted, because they can take unlimited time or memory. A
 process loads the template, the tokenizer or the decoder, and forks child processes
-(`text.confined_process`). A child process answers one call at a time. The kernel ends a child
-process that exceeds its limit of time or memory. The caller then receives an error.
+(`text.confined_process`). A child process answers one call at a time. The operating system ends a
+child process that exceeds its limit of time or memory. The caller then receives an error.
 """
 
 import json

@@ -102,7 +102,7 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
 def _limit(seconds: float, num_bytes: int) -> None:
     """Set limits for this process: `seconds` of processor time and `num_bytes` of further memory.
 
-    The kernel ends the process after `seconds`. The limit of memory works only on Linux.
+    The operating system ends the process after `seconds`. The limit of memory works only on Linux.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":

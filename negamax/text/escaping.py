@@ -30,7 +30,7 @@ class TokenEscaper:
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added` has the texts of all added tokens, `structure` the texts of tags in answers."""
+        """`added`: texts of all added tokens. `structure`: texts of the tags in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))

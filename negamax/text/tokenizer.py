@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether `encode` waits for another process. Event loops must call it in a thread."""
+        """Whether `encode` waits for another process. Event loops call `encode` in a thread."""
         return self._confined is not None
 
     def encode(

@@ -1,4 +1,4 @@
-"""Define the base class of proposers with a draft model, which loads weights and chooses tokens."""
+"""Define the base class of draft-model proposers. It loads the weights and chooses the tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

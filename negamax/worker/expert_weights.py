@@ -64,7 +64,7 @@ class ExpertRecorder:
         self._counts.zero_()
 
     def counts(self) -> HostTensor:
-        """Return selections [layers, experts] int64, summed over ranks. Every rank must call it."""
+        """Return selections [layers, experts] int64, summed over ranks. All ranks take part."""
         everyone = self._gather()[self._counting_ranks]
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 

@@ -160,7 +160,7 @@ class FileStore:
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
-        """Return the progress. Send every report, as each missing block is reported only once."""
+        """Return the progress. The caller must send it, as each missing block is in one report."""
         missing: list[bytes] = []
         while self._reads and self._reads[0].is_done:
             batch = self._reads.popleft()
@@ -186,7 +186,7 @@ class FileStore:
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
-        """Run a copy. Return the hash of a block that was not read. An error disables the files."""
+        """Run a copy. If a read fails, return the block's hash. An error disables the files."""
         try:
             if not self._is_off:
                 return copy(*arguments)

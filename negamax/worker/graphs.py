@@ -212,7 +212,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Return inputs to resample a replayed step, and restore drafts that it replaced."""
+        """Return inputs to resample a replayed step, and restore the step's overwritten drafts."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -377,7 +377,7 @@ class StepGraphs:
         return self._inputs(shape)
 
     def _inputs(self, shape: StepShape) -> StepInputs:
-        """Return the results of `_place`."""
+        """Return the inputs that `_place` has computed."""
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:

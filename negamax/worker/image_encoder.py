@@ -2,7 +2,7 @@
 
 Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
 image, ranks that did not encode the image add zeros, so the sum over ranks is exact. With prefill
-context parallelism, all copies of the encoding rank get the rows.
+context parallelism, all ranks with the weights of the encoding rank get the rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -147,8 +147,8 @@ class ImageEncoder:
         return patches * (spec.hidden_size * item + 2 * 4 * spec.head_dim)
 
     def _split(self, jobs: list[EncodeJob]) -> Iterator[list[EncodeJob]]:
-        """Split images into runs of the tower, to bound the memory. An image in parts runs alone.
-        If results must not depend on the batch, each image runs alone.
+        """Split images into runs of the tower, to bound the memory. An image that is encoded in
+        parts runs alone. If results must not depend on the batch, each image runs alone.
         """
         most = 0 if self._runtime.is_batch_invariant else _RUN_TOKENS
         run, size = list[EncodeJob](), 0

@@ -163,7 +163,7 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits. On a GPU, sharded sampling returns equal tokens."""
+        """Sample each row from whole logits. On a GPU, sharded sampling returns the same tokens."""
         requests, kernels = self._requests, self._kernels
         if self._on_shards:  # PICK ignores filters; filtered rows are drawn again below
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)

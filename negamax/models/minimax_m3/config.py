@@ -352,8 +352,8 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
 
 
 def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
-    """Read how many of the first or last blocks are always selected. SGLang's config may give the
-    number in tokens. The range of the last tokens may begin inside a block.
+    """Read how many of the first or last blocks are always selected. SGLang's config may give
+    the number in tokens, and the last tokens may begin inside a block.
     """
     own = int(which == "local")  # the local blocks include the query token's block
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
@@ -369,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Read list `name` as booleans: whether an entry is `values[1]`. {} if the list is missing."""
+    """Read list `name`: per layer, whether the entry is `values[1]`. {} if the list is missing."""
     given = config.get(name)
     if given is None:
         return {}

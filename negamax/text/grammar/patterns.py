@@ -1,6 +1,6 @@
 """Read regular expressions (ECMA 262 and common extensions) and bounds of numbers.
 
-A pattern of a JSON schema without anchors may match any part of a text. The reader refuses
+An unanchored pattern of a JSON schema may match any part of a text. The reader refuses
 backreferences, word boundaries, lookbehinds, flags, and lookaheads inside groups.
 """
 
@@ -333,7 +333,7 @@ def _write_at_least(bound: Decimal, is_open: bool) -> str:
 
 
 def _list_larger(digits: str) -> list[str]:
-    """Return patterns of beginnings of all larger numbers that have as many digits as `digits`."""
+    """Return patterns of beginnings of all numbers > `digits` that have as many digits."""
     return [
         f"{digits[:place]}[{int(digit) + 1}-9]" for place, digit in enumerate(digits) if digit < "9"
     ]

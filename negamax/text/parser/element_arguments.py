@@ -6,11 +6,11 @@ bare words true, false and null. White space and other text between elements are
 parser emits strings, and objects and arrays of a known type, before they are complete.
 
 A member of unknown type in a nested object is written at the end of this object, because the values
-of a repeated name become a list. Text of a member that may be an array is also written at the end,
-because arrays and items of one name are joined. If an element after an array has the name of the
-array, the element adds items to the array. If other elements are between the array and a later
-element of its name, the array is written again at the end. Any other member with a repeated name is
-written twice. Common JSON readers use the last value.
+of a repeated name become a list. Text of a member that may be an array is also written at the end
+of the object, because arrays and items of one name are joined. If an element after an array has the
+name of the array, the element adds items to the array. If other elements are between the array and
+a later element of its name, the whole array is written again at the end of the object. Any other
+member with a repeated name is written twice. Common JSON readers use the last value.
 
 If text in a container begins with a marker, the model omitted the opening tag of an element. The
 closing tag then contains the name of the element.

@@ -332,7 +332,7 @@ class OutputParser:
             self._is_after_block = False
 
     def _stop_or_emit(self, text: str) -> None:
-        """Emit content up to a stop string. Emit other text of the channel unchanged."""
+        """Emit content up to a stop string. Emit text of other states unchanged."""
         if self._state is not _CONTENT:
             self._emit_content(text)
         else:
