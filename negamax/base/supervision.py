@@ -34,7 +34,7 @@ _LAST_WORDS_SECONDS = 1.0  # Time between reporting and killing a hung parent.
 
 class Silence:
     """Measures the seconds since the last heartbeat of a process. One watcher must call `seconds`
-    several times a second. After a pause, a call adds at most `_LONGEST_LOOK_SECONDS`.
+    several times a second. A call adds at most `_LONGEST_LOOK_SECONDS`, even after a pause.
     """
 
     def __init__(self) -> None:

@@ -411,9 +411,9 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """Yield the start times of sessions in seconds. The gaps have a gamma distribution.
+    """Yield start times of sessions in seconds. Gaps are gamma-distributed with mean 1 / rate.
 
-    The mean gap is 1 / rate. A burstiness of 1 gives a Poisson process; lower values give bursts.
+    A burstiness of 1 gives a Poisson process; lower values give bursts.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:

@@ -212,10 +212,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `ResponseRecord`. `collect` makes it also store the message.
+    """Reads a streamed answer into `record`, and with `collect` also into `message`.
 
-    With `running_usage`, a chunk has output if its reported token count is higher than before. If
-    there is no count, a chunk with text, reasoning, a tool call or token ids has output.
+    With `running_usage`, a chunk has output if its reported token count is higher than before. A
+    chunk without a count has output if it has text, reasoning, a tool call or token ids.
     """
 
     def __init__(

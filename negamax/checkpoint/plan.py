@@ -61,7 +61,7 @@ class SourceTensor:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """Check the values `found` of a matrix of `shape` with `check_entries`."""
+        """Check `found`, the ranges `part` of a matrix of `shape`, with `check_entries`."""
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
@@ -420,7 +420,7 @@ class _Problems:
         num_layers: int,
         is_empty: bool,
     ) -> None:
-        """Raise `CheckpointError` for mismatches. It lists at most ten names of each kind."""
+        """Raise `CheckpointError` for mismatches, which lists at most ten names of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])

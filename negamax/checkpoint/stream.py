@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the ranges `part` of a tensor. `found` contains the ranges `whole` of the tensor."""
+    """Return the ranges `part` of a tensor from `found`, which contains its ranges `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)
@@ -285,7 +285,7 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
-    """Yield the pieces to read, in order.
+    """Yield the pieces to read, layer by layer and in file order.
 
     In each layer, the scales of matrices to dequantize are first. Scales are small, so they can
     wait in memory for the values.

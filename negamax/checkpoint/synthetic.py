@@ -1,7 +1,7 @@
 """Synthetic weights: random weights for a model of any size, without a checkpoint.
 
 A model's family defines the distribution of each tensor (`models/<family>/init.py`). Experts of a
-layer are drawn together, a few hundred MB at a time. Other tensors are drawn one by one. The values
+layer are drawn together, a few hundred MB at a time, and other tensors one by one. The values
 depend only on the seed and the tensor's name. A rank draws whole tensors and keeps its part, so the
 model is the same for every tensor-parallel size. A CPU and a GPU draw different weights.
 """

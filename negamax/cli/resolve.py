@@ -2,7 +2,7 @@
 
 An option's value comes from the first of these sources that sets the option: its flag,
 `NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. `Resolved`
-contains the completed command line and the source of each value. It has one name per option.
+contains the completed command line, with one name per option, and the source of each value.
 """
 
 import itertools
@@ -268,7 +268,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Return each option's words from its last source in `levels`, or from all if they add up."""
+    """Return each option's value from its last source in `levels`, or from all if they add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -20,8 +20,8 @@ _SPACE = re.compile(r"\s*")
 class ContentLogprobs:
     """Finds a block's tokens by the block's text. Only the request's handler changes this object.
 
-    The generated text contains these blocks in order. The search skips tags, calls and white space
-    between blocks. A token that two blocks of content share belongs to the first block.
+    The generated text contains the blocks of an answer in order. The search skips tags, calls and
+    white space between blocks. A token that two blocks of content share belongs to the first block.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class TlsFiles:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again for new connections. After `ConfigError`, the old files are kept."""
+        """Read both files again for new connections. On `ConfigError`, keep the old certificate."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(

@@ -301,7 +301,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def _send_without_chunks(response: Any) -> None:
     """Send bodies of unknown length without chunks, because HTTP/1.0 has no chunks.
 
-    The end of the connection ends the body. Uvicorn's `response` object closes it.
+    The end of the connection ends the body. Uvicorn's `response` object closes the connection.
     """
     send = response.send
     has_length = True

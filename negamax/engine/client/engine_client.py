@@ -277,7 +277,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort open sequences whose owner `is_meant` accepts. Return how many were aborted."""
+        """Abort open sequences whose owner `is_meant` accepts, and return their number."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:

@@ -113,7 +113,7 @@ class Replica:
         ]
 
     async def record(self, make: Callable[[int], wire.Record]) -> wire.ExpertDump | None:
-        """Send the command that `make` builds for a number; return the dump in the reply.
+        """Send the command `make(number)` with a new number, and return the dump in the reply.
 
         Raises `InvalidRequestError` with the engine's reason for a refusal.
         """

@@ -391,7 +391,7 @@ class MultiProcessExecutor:
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
-        """Wait for the reports of all ranks. Raises a rank's error, or `EngineDeadError`."""
+        """Wait until all ranks are ready. Raises a rank's error, or `EngineDeadError`."""
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
             awaited = [rank for rank in range(len(self._sockets)) if rank not in readies]

@@ -236,7 +236,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    An error for such a part would end the client's session. With images, return a list of parts.
+    An error about an unseen part would end the session. With images, return a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

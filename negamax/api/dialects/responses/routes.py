@@ -285,7 +285,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Generate a response in the background. Store its final state if it was not deleted."""
+        """Generate a background response, and store its final state unless it was deleted."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:
