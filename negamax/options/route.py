@@ -26,14 +26,14 @@ class RouteOptions:
     )
     kv_event_source: tuple[str, ...] = option(
         (),
-        "Read the KV events of a Negamax server (URL=ENDPOINT) to send the server the "
-        "prompts that its caches contain; may be repeated. Separate the endpoints of several "
-        "data-parallel ranks by commas.",
+        "Read the KV events of a Negamax server (URL=ENDPOINT), to send prompts to the server that "
+        "has cached them; may be repeated. Separate the endpoints of several data-parallel ranks "
+        "by commas.",
     )
     kv_event_replay_source: tuple[str, ...] = option(
         (),
-        "Request missed KV events from a server (URL=ENDPOINT), with an endpoint for "
-        "each endpoint of --kv-event-source; may be repeated.",
+        "Request missed KV events from this replay endpoint of a server (URL=ENDPOINT); give one "
+        "for each endpoint of --kv-event-source; may be repeated.",
     )
     health_interval: float = option(
         1.0,
