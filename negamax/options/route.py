@@ -1,5 +1,6 @@
 """Options of `negamax route`."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
@@ -10,6 +11,8 @@ from negamax.options.flags import check_options, option
 from negamax.options.kv_events import is_endpoint
 
 MAX_SERVERS = 64  # limit, because the router stores a table of prefixes per server
+# "none" stands for a missing port, as in sglang-router.
+_BOOTSTRAP_PORT = re.compile(r"[1-9][0-9]{0,4}|none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +21,17 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Prefill prompts on the server at this URL, for the --decode servers; may be repeated.",
+        "Prefill prompts on the server at this URL, for the --decode servers; may be repeated. "
+        "With --pd-disaggregation, the server's kv_port may follow the URL.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
         (), "Generate the answers to prefilled prompts on the server at this URL; may be repeated."
+    )
+    pd_disaggregation: bool = option(
+        False,
+        "Send requests to --prefill and --decode by SGLang's protocol (bootstrap_room), not by "
+        "vLLM's (kv_transfer_params).",
     )
     kv_event_source: tuple[str, ...] = option(
         (),
@@ -65,11 +74,14 @@ def list_servers(
     if bool(options.prefill) != bool(options.decode):
         missing = "--decode" if options.prefill else "--prefill"
         raise ConfigError(f"{missing} is missing", hint="give --prefill and --decode, or only URLs")
+    if options.pd_disaggregation and not options.prefill:
+        refusal = "--pd-disaggregation has no servers"
+        raise ConfigError(refusal, hint="add --prefill URL [KV_PORT] and --decode URL")
     if not urls and not options.decode:
         raise ConfigError("URL is missing", hint="give URLs such as http://127.0.0.1:8000")
     name = "URL" if urls else "--decode"
     servers = [_parse_url(name, url) for url in urls or options.decode]
-    prefillers = [_parse_url("--prefill", url) for url in options.prefill]
+    prefillers = [url for url, _ in list_prefillers(options)]
     found = [part.geturl() for part in (*servers, *prefillers)]
     for url in found:
         if found.count(url) > 1:
@@ -78,6 +90,23 @@ def list_servers(
         refusal = f"there are {len(found)} servers; allowed: {MAX_SERVERS}"
         raise ConfigError(refusal, hint="start several routers, and a router in front of them")
     return servers, prefillers
+
+
+def list_prefillers(options: RouteOptions) -> list[tuple[SplitResult, int | None]]:
+    """Return the URLs of --prefill and the port that follows each. Raises `ConfigError`."""
+    found, has_url = list[tuple[SplitResult, int | None]](), False
+    for word in options.prefill:
+        is_port = _BOOTSTRAP_PORT.fullmatch(word) is not None
+        if not is_port:
+            found.append((_parse_url("--prefill", word), None))
+        elif has_url and options.pd_disaggregation and (word == "none" or int(word) < 65536):
+            found[-1] = (found[-1][0], None if word == "none" else int(word))
+        else:
+            refusal = f"--prefill has the value {word!r}; allowed: URLs, and with "
+            refusal += "--pd-disaggregation a port (1 to 65535) or 'none' after a URL"
+            raise ConfigError(refusal, hint="write --pd-disaggregation --prefill URL KV_PORT")
+        has_url = not is_port
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,12 @@ def serving_pair(
         assert "Traceback" not in servers[0].log + servers[1].log
 
 
+def find_kv_port(server: Server) -> str:
+    (line,) = [line for line in server.log.splitlines() if "exchanges prompts" in line]
+    (port,) = re.findall(r":(\d+) as ", line)
+    return str(port)
+
+
 def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
     with server.http() as http:
         answer = http.post(path, json=body)
@@ -203,9 +209,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
 
 def test_rooms_of_sglangs_router(pair: PAIR) -> None:
     """Send the same body to both servers at once, as SGLang's router does."""
-    (line,) = [line for line in pair[0].log.splitlines() if "exchanges prompts" in line]
-    (port,) = re.findall(r":(\d+) as ", line)
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port)}
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(find_kv_port(pair[0]))}
     with ThreadPoolExecutor() as threads:
         for number, path in enumerate(("/generate", COMPLETIONS, CHAT, "/generate")):
             body: dict[str, Any] = {"temperature": 0, "max_tokens": 15}

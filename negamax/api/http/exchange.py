@@ -110,13 +110,17 @@ class Exchange:
                 await self._read()
 
     async def read(self, *, max_bytes: int) -> bytes:
-        """Return the whole body. Raises `gone` if the body ends early or exceeds `max_bytes`."""
+        """Return the whole body, which `parts` yields again.
+
+        Raises `gone` if the body ends early or exceeds `max_bytes`.
+        """
         parts, num_bytes = [], 0
         async for part in self.parts():
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise self._gone
+        self._parts = parts
         return b"".join(parts)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import SplitResult
 
 import msgspec
@@ -180,11 +181,17 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request that counts as open until `close`. Only the handler changes this object."""
+    """A request that counts as open until `close`. Only the handler changes this object.
+
+    `close` also closes `exchange`, and cancels `prefill`.
+    """
 
     server: RoutedServer
     prompt: RoutedPrompt
     num_pending: int  # number of prompt tokens that `server` probably computes
+    exchange: Exchange | None = None
+    # Task that lets another server compute the prompt
+    prefill: asyncio.Task[Any] | None = None
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 
@@ -205,6 +212,10 @@ class OpenCall:
             self.server.num_open -= 1
             self.server.load.leave(self._name)
             self.server.open_prompts.pop(self._name, None)
+            if self.exchange is not None:
+                self.exchange.close()
+            if self.prefill is not None:
+                self.prefill.cancel()
 
 
 def _count_common(left: Sequence[int], right: Sequence[int]) -> int:
