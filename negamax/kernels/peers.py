@@ -54,7 +54,7 @@ class ShardRegion:
     own_gathered: Tensor  # uint8, this rank's copy of `gathered`
     rows: int  # maximum number of rows in one exchange
     words: int  # number of 32-bit words per row; a word holds two values.
-    # `barrier` runs on the stream. After it, all earlier writes of all ranks are visible.
+    # `barrier` runs on the stream, and makes all earlier writes of all ranks visible.
     barrier: Callable[[], None]
 
     def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

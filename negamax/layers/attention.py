@@ -50,7 +50,7 @@ class GroupedQueryStep:
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values.
-    # `decode`: plan of the attention.decode kernel for the first num_decodes tokens; None if 0
+    # `decode`: plan of attention.decode for the first num_decodes tokens; None if num_decodes is 0
     decode: Any
     # plan of the attention.prefill kernel for the other tokens; None if all tokens are decodes
     prefill: Any

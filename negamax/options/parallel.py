@@ -17,12 +17,12 @@ class ParallelOptions:
 
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # Whether each rank has whole experts.
-    # `expert_parallel_size`: number of groups with different experts; None: 1, or if True all ranks
+    # `expert_parallel_size`: groups with different experts; None: 1, or with EP the number of ranks
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: even.
+    pp_layer_partition: str | None = None  # layers per stage, "16,16,15,15"; None splits evenly.
     # `prefill_context_parallel_size`: number of tensor-parallel groups that split prompts (PCP).
     prefill_context_parallel_size: int = 1
     # number of ranks that split the KV cache of one head instead of each storing a copy (DCP)

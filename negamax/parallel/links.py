@@ -67,7 +67,7 @@ class PipelineLinks:
 
     previous: Link | None = None  # To the previous stage; None on the first stage.
     next: Link | None = None  # To the next stage; None on the last stage.
-    sampled: tuple[Link, ...] = ()  # From the last stage to all others, for sampled tokens.
+    sampled: tuple[Link, ...] = ()  # Links from the last stage to all others, for sampled tokens.
 
     @staticmethod
     def connect(

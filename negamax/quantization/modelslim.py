@@ -93,7 +93,7 @@ def int4(parts: int) -> TensorFormat:
     )
 
 
-_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # their scale_bias has 16 columns, not 1
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # matrices whose scale_bias has 16 columns, not 1
 _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 

@@ -37,9 +37,9 @@ _GAIN = 1.01  # factor by which the score of a new draft length must exceed the 
 # least `_TRIAL_STEPS` steps. The acceptance rate `_PRIOR` has the weight of `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 # Acceptance rates that the draft model estimates. The weight of an estimate falls to a third after
-# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last one weighs as
-# much as `_ESTIMATE_TRIALS` trials or more. From `_LEAST_BIAS_TRIALS` trials on, the mean error of
-# the estimates is added to them.
+# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as
+# `_ESTIMATE_TRIALS` trials or more. From `_LEAST_BIAS_TRIALS` trials on, estimates are corrected by
+# their mean error.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
@@ -89,9 +89,9 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # log time factors: of all, of each length.
-        # A time error of long drafts also changes the estimates of shorter drafts, but less.
+        self._means = [0.0] * (len(self._lengths) + 1)  # log time factor of all, then each length
         most = math.log1p(self._lengths[-1])
+        # a time error of long drafts also changes the estimates of shorter drafts, but less
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
         for i, share in enumerate(shares):

@@ -67,7 +67,7 @@ class Sequence:
         self.num_indexed = 0  # number of leading blocks that were offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
-        self.known_at = 0  # number of the first plan that may run the last sampled token
+        self.known_at = 0  # first turn (`Turns`) in which the last sampled token may run
         self.num_proposed = 0  # number of draft tokens that follow the last sampled token
         self.drafts = (0, 0, 0)  # numbers of rows with drafts, drafts, accepted drafts
         self.was_admitted = False

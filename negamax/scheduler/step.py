@@ -134,10 +134,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slots: list[int]
     num_scheduled: list[int]  # number of tokens to run, at least 1
     num_draft_tokens: list[int]  # number of drafts among these tokens; missing drafts: padding
-    # whether the row samples after its last known token and after each draft token
-    needs_sampling: list[bool]
-    # indices of rows that wait for the `GrammarBitmask` before sampling; []: no bitmask is sent
-    grammar_rows: list[int] = []
+    needs_sampling: list[bool]  # whether the row samples after its last known token and each draft
+    grammar_rows: list[int] = []  # indices of rows that sample after the `GrammarBitmask`
     num_proposed: int = 0  # number of drafts to propose for each sampled row
     of_all: StepSize | None = None  # maxima over all data-parallel ranks; None: there is one rank
     experts: ExpertStep | None = None
@@ -196,7 +194,7 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written_step: int = -1  # the writes of plans up to this step id are complete
     missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
     is_off: bool = False  # whether an error has disabled the files.
-    # The next four are totals since the start. `num_evicted`: files deleted at the size limit.
+    # The next four fields are totals since the start. `num_evicted`: files above the size limit.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0
@@ -229,7 +227,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     proposed: dict[int, list[int]] = {}  # grammar row of the plan -> proposed drafts; -1: no draft
     device_seconds: float = 0.0  # GPU time of the step
     idle_seconds: float = 0.0  # time for which the GPU was idle before the step
-    expert_counts: bytes = b""  # int64 [layers, experts], selections on all ranks; or not requested
+    expert_counts: bytes = b""  # int64 [layers, experts] selections on all ranks; b"": not wanted
     num_draft_tokens: dict[int, int] = {}  # row of the plan -> its drafts, if fewer than planned
     loaded_step: int = -1  # the loads of plans up to this step id are complete.
     # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i. The

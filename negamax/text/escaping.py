@@ -15,7 +15,7 @@ from negamax.base.pieces import replace_all
 from negamax.base.unicode import valid_unicode
 
 ESCAPE = "\udfff"  # a lone surrogate, which valid text of a client cannot contain
-_INSERTED = frozenset({"name", "arguments"})  # Call fields that M3's template writes in < and >.
+_INSERTED = frozenset({"name", "arguments"})  # Call fields that M3's template writes in <>.
 
 
 def unescape(text: str) -> str:

@@ -183,7 +183,7 @@ class WorkerReady:
     paths: str = ""  # log text about the kernels of the QK norm and the all-reduce
     memory_summary: str = ""  # log text about the GPU memory of weights, cache and graphs
     num_draft_tokens: int = 0  # maximum draft tokens per row and step
-    step_seconds: tuple[tuple[int, int, float], ...] = ()  # (rows, drafts per row, seconds) timed
+    step_seconds: tuple[tuple[int, int, float], ...] = ()  # (rows, drafts, seconds) of timed steps
     num_host_blocks: int = 0  # number of KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
     num_file_blocks: int = 0  # maximum number of KV blocks in files of this rank

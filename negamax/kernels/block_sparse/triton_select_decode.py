@@ -65,7 +65,7 @@ class Queries(NamedTuple):
     """A record of the queries of one sequence."""
 
     first: tl.tensor  # index of the first query among the T tokens
-    count: tl.tensor  # number of queries; 0: the `Queries` of an earlier sequence include them
+    count: tl.tensor  # number of queries; 0: the queries are in an earlier sequence's `Queries`
     length: tl.tensor  # number of tokens of the sequence up to the last query
 
 
@@ -80,8 +80,8 @@ class SelectDecodePlan:
     arrivals: Tensor  # [S] int32, number of finished programs of each sequence; 0 between launches
     splits: Splits
     own: OwnBlocks | None  # blocks that this rank scores; None: it scores all blocks.
-    # `scores`: number of elements -> score buffer, which the first layer allocates. Between
-    # launches, the buffer's group maxima are NO_SCORE.
+    # `scores`: number of elements -> score buffer, which the first layer allocates. The group
+    # maxima in score buffers are NO_SCORE between launches.
     scores: dict[int, Tensor] = field(default_factory=dict)
 
 

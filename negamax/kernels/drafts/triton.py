@@ -123,9 +123,9 @@ def _record_drafts_kernel(
     slots,
     lengths,
     drafts,  # [R, stride] int64, column `place` is written
-    token_ids,  # [R] int64, written: token ids of the next pass
-    positions,  # [R] int64, written: positions of the next pass
-    seq_lens,  # [R] int32, written: sequence lengths of the next pass
+    token_ids,  # [R] int64, written: token ids of the next draft pass
+    positions,  # [R] int64, written: positions of the next draft pass
+    seq_lens,  # [R] int32, written: sequence lengths of the next draft pass
     place,
     padding_slot,
     last,

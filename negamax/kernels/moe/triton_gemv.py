@@ -177,7 +177,7 @@ def _down_rows(
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     PARTS: tl.constexpr = triton.cdiv(TOP_K, CHOICES)
-    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # number of vectors per expert and step
+    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # number of _VECTOR-wide vectors per expert and step
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, CHOICES * VECTORS)

@@ -43,7 +43,7 @@ from negamax.kernels.weight_only.triton import (
 TOKENS = tl.constexpr(8)  # smallest number of tokens of a tensor core instruction
 SPAN = tl.constexpr(128)  # number of columns that a warp multiplies in a step
 _WORDS = tl.constexpr(16)  # number of words per row of a fragment.
-# `_NEIGHBORS`: adjacent columns of a 16-bit `dot` operand that Triton assigns to one thread.
+# `_NEIGHBORS`: number of adjacent columns of a 16-bit `dot` operand that Triton assigns to a thread
 _NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
 
@@ -199,7 +199,7 @@ def multiply_token(
     for i in tl.static_range(STEPS):
         if _starts_from_offset(P) and _column(i) == 0:
             # These codes are 0, but Triton treats them like loaded codes. Triton then keeps x in
-            # the layout of the other products.
+            # the layout of the other `dot` calls.
             words = (codes[i].to(tl.uint32) >> 31 >> 1).to(tl.int32)
             none = _dequantize((words,), scales, zeros, 0, P, ROWS, NUM_WARPS, DTYPE, True)
             start = dot(none, x[i // TOKENS], tl.zeros_like(acc)) * (-(RAW + 8.0) / RAW)

@@ -103,7 +103,7 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # of open call, open value
+        self._arguments = self._schema = self._schemas.arguments("")  # schema of open call / value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.
@@ -217,7 +217,7 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # after the closing tag of a call, the next lexeme ends it
+            self._close_value()  # after the call's closing tag, the next lexeme ends the call
         else:
             self._keep_closer()
 

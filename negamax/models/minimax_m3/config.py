@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# `_AROUND`: known fields of config.json beside `text_config`. Some describe images or videos.
+# `_AROUND`: known fields of config.json beside `text_config`, some of them for images or videos
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -260,7 +260,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     """Read the spec from the config.json of a text model. Raises `ConfigError`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    # Transformers ignores the rotary_dim that this reads, unless there is a partial_rotary_factor.
+    # transformers ignores rotary_dim, which `read_common` reads, without a partial_rotary_factor
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)

@@ -44,8 +44,8 @@ class CallStyle(ABC):
 
     name: str
     end_of_text: str  # text that ends a raw string.
-    # `free_key`: pattern of argument names that no schema lists. It consists of the first
-    # character's class, the later characters' class, and the largest number of later characters.
+    # `free_key`: pattern of argument names that no schema lists, which consists of the first
+    # character's class, the later characters' class, and the largest number of later characters
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
     argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name

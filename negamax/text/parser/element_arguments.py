@@ -64,7 +64,7 @@ class _Element:
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # whether the text is empty or white space
-    quoted: list[str] = field(default_factory=list)  # names of opening tags in the text, as data
+    quoted: list[str] = field(default_factory=list)  # opening tags in the text that are data
     names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
     values: list[WaitingMember] = field(default_factory=list)  # members to write at the end
