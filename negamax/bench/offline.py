@@ -79,7 +79,7 @@ def run(
     started = time.perf_counter()
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
-    gc.freeze()  # no garbage collection of these objects, as in the engine process
+    gc.freeze()  # exclude these objects from garbage collection, as the engine process does
     split = label(sizes(options))
     say(f"{info.model}, {split} on {info.device}: ready after {start_seconds:.1f} s")
     group = Group(ParallelLayout.of(options.parallel))

@@ -50,7 +50,7 @@ class Measurement:
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # Draft tokens counted in the server's /metrics.
     shape: dict[str, Any] | None = None  # Serving shape from /server_info; None if not reported.
-    retokenized: int | None = None  # Tokens of all texts by the tokenizer; None: no tokenizer.
+    retokenized: int | None = None  # Token count of all texts by the tokenizer, if there is one.
 
 
 @dataclass

@@ -157,7 +157,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     if len(names) > rules.get("most_calls", len(names)):
         raise CheckFailure(f"the answer has {len(names)} calls; allowed: {rules['most_calls']}")
     if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:
-        raise CheckFailure(f"arguments are {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
+        raise CheckFailure(f"arguments: {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
 
 
 async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:

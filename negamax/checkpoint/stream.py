@@ -202,7 +202,7 @@ class _Stream:
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
-        for one in found:  # keep parts of incomplete moves: the buffer is reused
+        for one in found:  # copy parts of incomplete moves, because the buffer is reused
             there = self._there.get(one.wanted.moves[0], [])
             for place, other in enumerate(there):
                 if other.wanted is one.wanted:

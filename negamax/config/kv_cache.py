@@ -16,7 +16,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# computed time per layer to shard index keys (H200): an exchange, and index queries of all heads
+# calculated time per layer that sharding adds (H200): an exchange, and queries of all index heads
 _SHARDING_SECONDS = 4.5e-6
 _BYTES_PER_SECOND = 4.25e12  # assumed bandwidth of reading index keys on an H200
 

@@ -300,8 +300,7 @@ def _check_path(source: Source, conversion: Conversion) -> None:
         )
     if is_same and is_split_so:
         raise ConfigError(
-            f"{conversion.model} is already {target.name}, so there is nothing to convert",
-            hint=hint,
+            f"{conversion.model} is already {target.name}: there is nothing to convert", hint=hint
         )
     _check_rounding(source.linear, conversion)
 

@@ -102,7 +102,7 @@ class LLM:
             )
         if options.kv_transfer is not None:
             raise ConfigError(
-                "--kv-transfer-config is set, but `LLM` cannot exchange KV caches with engines",
+                "--kv-transfer-config is set, but `LLM` cannot exchange KV caches",
                 hint="omit the option, or use `negamax serve`",
             )
         engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}

@@ -175,5 +175,5 @@ def check_one_engine(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{_FLAG} supports only tensor-parallel ranks of one engine on one machine, not "
             f"{refused[0]}",
-            hint="start several servers, and list all servers in the router",
+            hint="start several servers, and give all their URLs to `negamax route`",
         )

@@ -25,7 +25,7 @@ class Arrival:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise EngineDeadError(f"another stage is gone or out of step: {error}") from error
+            raise EngineDeadError(f"another stage is gone or not in sync: {error}") from error
 
 
 class Link:

@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # reasoning tokens since the latest opening tag of a call, or 0
+        self._num_since_call = 0  # number of reasoning tokens since the latest call tag; 0: no tag
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # reasoning is not in the content
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # whether content lacks reasoning
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,

@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # If `_text` has more matched characters than this, they are removed.
+_COMPACT_CHARS = 65_536  # Matched characters are removed from `_text` once they exceed this number.
 _SPACE = re.compile(r"\s*")
 
 

@@ -19,10 +19,10 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` checks exactly
+MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` checks the exact limit
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
-MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
+MAX_FRAMING_BYTES = 64 * 1024  # Size limit of the chunk extensions and trailers of a body.
 # `MAX_UNWANTED_BYTES`: size limit of the part of a body that arrives after the answer.
 MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.

@@ -28,7 +28,7 @@ from negamax.options.route import EventAddress
 
 logger = get_logger(__name__)
 
-# Limit of an index. A block needs about 110 bytes. Further blocks are ignored.
+# Limit of blocks in an index, which needs about 110 bytes per block. More blocks are ignored.
 MAX_BLOCKS = 1 << 18
 _LEVELS = {KV: 1, HOST: 2, FILES: 4}
 _MOST_BYTES = 2**24  # Size limit of a message, such as the event of a prompt of 3 million tokens.

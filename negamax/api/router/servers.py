@@ -95,7 +95,7 @@ class RoutedServer:
                     if found.block_size > 0 and num_hashed < found.num_tokens:
                         return found
                 elif exchange.status < 500 and exchange.status != 404:
-                    return None  # The server will refuse the request itself, too.
+                    return None  # The server will also refuse the request itself.
         except (UnavailableError, TimeoutError, msgspec.MsgspecError):
             pass
         self._next_ask = time.monotonic() + _PAUSE_SECONDS

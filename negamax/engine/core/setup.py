@@ -353,8 +353,8 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
         )
     if spec.is_rotated_back and not spec.own_head:
         raise ConfigError(
-            "the draft's files lack a head, and the model's head cannot be used: it is rotated "
-            "together with the scale of a norm (QuaRot)",
+            "the draft's files lack a head, and the model's head cannot be used: QuaRot "
+            "rotated it together with the scale of a norm",
             hint="use a draft with its own head",
         )
     return replace(draft, spec=spec)

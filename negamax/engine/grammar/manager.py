@@ -61,7 +61,7 @@ class RequestGrammar:
     masks: list[Mask] = field(default_factory=list)
     # Draft tokens that the next step may verify; -1 at a position without a draft token.
     drafts: list[int] = field(default_factory=list)
-    num_asked: int = 0  # Number of messages about new tokens without an answer yet.
+    num_asked: int = 0  # Number of unanswered messages about new tokens.
     asked: float = 0.0  # Monotonic second of the latest message to the grammar process.
     kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
@@ -347,7 +347,7 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # The step will reject this draft token, so the rows' later samples need no masks.
+                # The step will reject this draft token, so the row's later samples need no masks.
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found

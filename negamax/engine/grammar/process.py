@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 MAX_THREADS = 64  # More threads than cores, because some threads may hang.
 SLOW_SECONDS = 0.02  # Longest computation of a mask for which the engine can wait.
-MEMORY_SHARE = 1 / 4  # Memory limit of each process that is not a worker / main memory.
+MEMORY_SHARE = 1 / 4  # Fraction of main memory that each process except workers may use.
 WORKER_BYTES = 2 << 30  # Memory limit of a worker process, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks whether threads have finished work.
@@ -119,7 +119,7 @@ class GrammarServer:
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
-        self._no_drafts_from = 0.0  # Monotonic second; later, no mask after a draft is begun.
+        self._no_drafts_from = 0.0  # Monotonic deadline to begin masks of positions after drafts.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
         self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Unsent answers.

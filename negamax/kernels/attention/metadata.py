@@ -61,13 +61,13 @@ class AttentionMetadata:
     positions: Tensor  # [T] int64, position of each token in its sequence
     token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
-    block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables
+    block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables.
     # Lengths [S] int32 with this step's tokens; 0 marks a padding sequence, whose output is 0.
     seq_lens: Tensor
-    query_starts: Tensor  # [S + 1] int32, index of each sequence's first query, then the last end
+    query_starts: Tensor  # [S + 1] int32, first query index of each sequence, then the last end
     num_decodes: int
     host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
-    host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence
+    host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence.
     # Number of tokens before the padding, [1] int32; None: there is no padding.
     num_actual_tokens: Tensor | None = None
     # upper bound of the number of tokens of a rank in this step; None: all ranks have T tokens

@@ -45,7 +45,7 @@ class DecodePlan:
     queries: AttentionMetadata
     shape: PagedShape
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
-    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
+    work: Tensor  # [programs, WORK_WORDS] int32: first and end tile, first sequence and its fields
     programs: int  # number of programs per KV head
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
@@ -152,7 +152,7 @@ def _plan_decode_kernel(
     seq_lens,  # [S] int32, sequence lengths with this step's tokens
     block_table_indices,  # [S] int64, row of each sequence in the block tables
     sequences,  # [S, SEQUENCE_WORDS] int32, written: one `PlannedSequence` per row
-    work,  # [programs, WORK_WORDS] int32, written: first tile, end tile, first sequence, its plan
+    work,  # [programs, WORK_WORDS] int32, written: first and end tile, first sequence, its fields
     num_seqs,
     programs,
     split_kv,  # 1 if each program processes one split of one sequence, else 0
@@ -202,7 +202,7 @@ class Splits(NamedTuple):
     """The work of each program of a kernel that splits sequences."""
 
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
-    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
+    work: Tensor  # [programs, WORK_WORDS] int32: first and end tile, first sequence and its fields
     programs: int  # number of programs per KV head
     split_kv: bool
 
