@@ -1,7 +1,7 @@
 """`negamax bench serve`: send a workload to an OpenAI-compatible server and record the answers.
 
 Sessions arrive at the given rate as a gamma process, by default a Poisson process. The turns of a
-session run one after the other. A concurrency limit delays requests. As in vLLM, this delay does
+session run one after the other. A concurrency limit delays requests, but as in vLLM, the delay does
 not count as latency.
 """
 

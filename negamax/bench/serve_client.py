@@ -215,7 +215,7 @@ class ResponseReader:
     """Reads a streamed answer into `record`, and with `collect` also into `message`.
 
     With `running_usage`, a chunk has output if its reported token count is higher than before. A
-    chunk without a count has output if it has text, reasoning, a tool call or token ids.
+    chunk without a token count has output if it has text, reasoning, a tool call or token ids.
     """
 
     def __init__(

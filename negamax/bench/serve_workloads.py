@@ -116,7 +116,7 @@ class Prompts:
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
-        """Make a part of a prompt. The method `turn` concatenates parts."""
+        """Make a part of a prompt, which the method `turn` concatenates."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
         if not num_tokens:
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Use `num_prompts` requests of a file in order, repeated if needed. Warm up with the last."""
+    """Time `num_prompts` requests in order, repeated if needed. Warm up with the last requests."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

@@ -179,7 +179,7 @@ def find_non_finite(values: Tensor) -> Tensor:
 
 
 def _largest_exponent(values: Tensor) -> Tensor:
-    """Return the bits of the largest exponent, [] integer. NaN and infinity set all these bits.
+    """Return the bits of the largest exponent, [] integer. NaN and infinity set all exponent bits.
 
     This function is several times as fast as `find_non_finite(values).any()`.
     """

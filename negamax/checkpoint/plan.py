@@ -379,7 +379,7 @@ def _join(
 
 
 def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors that store the matrix of `slot` in the format `held`; keys: full names."""
+    """Return the tensors that store the matrix of `slot` in format `held`; keys are full names."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
@@ -420,7 +420,7 @@ class _Problems:
         num_layers: int,
         is_empty: bool,
     ) -> None:
-        """Raise `CheckpointError` for mismatches, which lists at most ten names of each kind."""
+        """Raise `CheckpointError` if there are mismatches; list at most ten of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])

@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """Return a function for each move that `found` completes; it returns the parts."""
+        """For each move that `found` completes, return a function that returns the move's parts."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]

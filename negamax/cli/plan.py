@@ -172,7 +172,7 @@ def _lengths(
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout], Drafts | None]:
-    """Return the model, the layouts of a split checkpoint, and the drafts. Raises `ConfigError`."""
+    """Return model, layouts of a split checkpoint, and draft settings. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 

@@ -268,7 +268,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Return each option's value from its last source in `levels`, or from all if they add up."""
+    """Return each option's value from its last source in `levels`, or from all if values add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -101,7 +101,7 @@ def _list_ids(ids: Sequence[int]) -> str:
 def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) -> tuple[int, ...]:
     """Read the ids of the tokenizer's eos_token and of `turn_end` from the tokenizer's files.
 
-    Files that transformers 5 wrote contain these ids in tokenizer.json only.
+    If transformers 5 wrote the files, only tokenizer.json contains the ids.
     """
     listed: list[tuple[str | None, object]] = []  # (text, id) of added tokens
     texts = {turn_end}

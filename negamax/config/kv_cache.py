@@ -1,7 +1,7 @@
 """Descriptions of the KV caches of layers, and their sizes in bytes.
 
 A block stores `block_size` tokens in every cache of every layer, under the same block number. A
-hash of these tokens identifies the block's content (`scheduler/prefix_cache.py`).
+hash of the block's tokens identifies its content (`scheduler/prefix_cache.py`).
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> N
 def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
     """Return the number of tokens above which sharded index keys make a decode step faster.
 
-    The tokens of all sequences of the step are counted. At this number, the exchange
+    The tokens of all sequences of the step are counted. At the returned number, the exchange
     between ranks takes as long as reading the index keys of other ranks.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)

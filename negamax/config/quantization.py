@@ -103,7 +103,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
     Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
-    alternative. To match such a repeated group may take exponential time.
+    alternative, because a match of such a group may take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)

@@ -436,7 +436,7 @@ def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any])
 def _with_vision(
     whole: Mapping[str, Any], text: dict[str, Any], *, is_same: bool
 ) -> dict[str, Any]:
-    """Return config.json `whole` of a vision-language model with `text` as text model.
+    """Return config.json `whole` of a vision-language model with `text` as text_config.
 
     `is_same` is true if the conversion does not change the quantization.
     """

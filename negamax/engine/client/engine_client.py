@@ -299,7 +299,7 @@ class AsyncEngine:
 
     async def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
         """Let each rank of each replica record its next steps in a trace file whose name starts
-        with `path`; None: write the started trace. Raises `InvalidRequestError`.
+        with `path`; if it is None, write the started trace. Raises `InvalidRequestError`.
         """
         self.check_alive()
 

@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` if the engine refused the request, `UnavailableError` if lost."""
+    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost request."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

@@ -32,7 +32,7 @@ def apply_settings(
     """Apply the changes in `items` to the request. `items` has pairs of a path and an item.
 
     A tool is added if no other tool has its name. The start of the prompt shows the declared tools
-    and the tools of items before the first user message. If there are none, it shows the tools that
+    and the tools of items before the first user message. A start without tools shows the tools that
     are added first, because the template describes the format of calls there. Later tools are shown
     where an item adds them, to keep cached prefixes valid. A tool with `defer_loading` is shown
     where a tool search finds it. The last effort and text format in `items` apply.
