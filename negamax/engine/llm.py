@@ -219,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion. Tool calls are parsed if `tools` or calls in `messages` exist."""
+        """Parse a completion. Tool calls are parsed if `tools` are set or `messages` have calls."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [

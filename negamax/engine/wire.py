@@ -136,7 +136,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Return statistics by rank. Requests without a rank count for the first rank."""
+        """Return statistics by rank. The first rank includes requests without a rank."""
         return self.ranks or (self,)
 
 
@@ -287,7 +287,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start or had to stop. The command should exit with `exit_code`."""
+    """The engine could not start or had to stop. The server should exit with `exit_code`."""
 
     message: str
     exit_code: int

@@ -116,7 +116,7 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the first kernel of `op` for weights `stored` that are `columns` wide (0: any)."""
+        """Return the first kernel of `op` for `columns` columns (0: any) in the format `stored`."""
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
                 return kernel

@@ -160,7 +160,7 @@ class DistributedTokens(ReplicatedTokens):
     to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
     In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
-    context-parallel ranks have the same tokens. In these steps, only ranks with the same
+    context-parallel ranks have the same tokens. In unsharded steps, only ranks with the same
     context-parallel index exchange tokens, and results are summed over context-parallel ranks.
     """
 

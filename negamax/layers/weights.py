@@ -286,7 +286,7 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """Return a kernel, a weight format and a reason for the matrices `names`, which share a
+    """Return a kernel, a weight format and its reason for the matrices `names`, which share a
     parameter. The reason is "" if the format is the checkpoint's format. The checkpoint's format is
     kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: number of
     columns of one matrix on this rank. `shares`: each split axis and its length per rank.

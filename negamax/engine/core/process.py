@@ -1,7 +1,7 @@
 """Run an engine process, which `engine.client.connection` starts.
 
-The first message to it contains the options. Server processes send requests, and get updates after
-each step. One thread sends heartbeats and watches ranks. One thread watches the server.
+The first message to the process contains the options. Server processes send requests and get
+results. A thread sends heartbeats and watches ranks. A thread ends the process if its parent ends.
 """
 
 import gc

@@ -326,9 +326,9 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. A draft without these tensors uses
-    those of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if the draft needs
-    tensors of the target that it cannot use.
+    """Record whether `draft` has its own embedding and head. A draft without one of them uses the
+    target's, from `folder`. Raises `CheckpointError`, or `ConfigError` if the draft needs tensors
+    of the target that it cannot use.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 

@@ -96,7 +96,7 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Add a committed token. Return the part of it that the grammar must read."""
+        """Add a committed token. Return the part of the token that the grammar must read."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def lose(self, message: str) -> None:
@@ -206,7 +206,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the constraints of a request. Return whether their preparation had not ended."""
+        """Drop the constraints of a request. Return whether the constraints were not ready yet."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False

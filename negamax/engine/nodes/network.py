@@ -143,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """Return (interface, option that selects it) or (None, ""). Raises `ConfigError`."""
+    """Return (interface name, option that selects it) or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:

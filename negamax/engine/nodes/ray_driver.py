@@ -165,7 +165,7 @@ class Driver:
         ray.shutdown()
 
     def _reserve(self) -> tuple[RayPlacement, int]:
-        """Wait for free machines and reserve them. Raises `ResourceError` at the time limit."""
+        """Wait for free machines and reserve them. Raises `ResourceError` after a timeout."""
         import ray
 
         seconds = self._options.ray_placement_timeout

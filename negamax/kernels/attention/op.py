@@ -180,7 +180,7 @@ def attend(q: Tensor, cache: KvCache, queries: Prepared, /) -> Hidden:
 
 
 def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Gather the first `length` keys or values of `table` -> [length, kv_heads, head_dim] fp32."""
+    """Gather `length` keys or values from blocks `table` -> [length, kv_heads, head_dim] fp32."""
     return gather_rows(cache, table[: -(-length // cache.shape[2])])[:length]
 
 

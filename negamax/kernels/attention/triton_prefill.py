@@ -339,7 +339,7 @@ def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedA
 def launch_prefill(
     q: Tensor, cache: KvCache, plan: PrefillPlan, output: Outputs, *, lse: Tensor | None = None
 ) -> None:
-    """Write the result of `prefill` to `output` and lse [T, heads]."""
+    """Write the result of `prefill` to `output`, and of `write_lse` to lse [T, heads]."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -2,9 +2,9 @@
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
 tiles of `attention/cpu.py`. Decodes and all other prefill tokens use dense decode attention, with
-each pair of a token and a KV head as a sequence. The block table of such a sequence lists the pages
-of the selected blocks. The length of such a sequence depends only on the token's position. A
-query's result therefore does not depend on the batch or on chunk borders.
+each pair of a token and a KV head as a sequence. The pair's block table lists the pages of the
+selected blocks. The pair's sequence length depends only on the token's position. A query's result
+therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
 block is selected without a score.
@@ -332,7 +332,7 @@ def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.P
 
 
 def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
-    """Plan decodes whose blocks are indices into flattened block tables [rows, topk_blocks]."""
+    """Plan decodes whose block tables contain indices into flattened tables [rows, topk_blocks]."""
     rows = len(lengths)
     pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)

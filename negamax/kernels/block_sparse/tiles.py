@@ -1,6 +1,6 @@
 """Launch sizes of the block-sparse attention kernels, by architecture; not tuned at run time.
 
-The sizes in `H200SelectionTiles` were measured, except for decodes with index keys in bf16. All
+The sizes in `H200SelectionTiles` were measured, except for decodes with index keys in bf16; all
 other sizes are estimates.
 """
 

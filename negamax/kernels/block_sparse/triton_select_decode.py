@@ -1,10 +1,10 @@
 """Top-k block selection for decodes, in one launch.
 
-A sequence has several queries if the step verifies draft tokens. A program scores these queries
-together, so it reads each index key once for all queries and index heads. Each program has a run of
-blocks (`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence.
-Each program writes the scores of its blocks. The program that finishes a sequence last selects the
-blocks of the sequence.
+A sequence has several queries if the step verifies draft tokens. A program scores a sequence's
+queries together, so it reads each index key once for all queries and index heads. Each program has
+a run of blocks (`attention/triton_decode_plan`): blocks of several sequences, or part of one long
+sequence. Each program writes the scores of its blocks. The program that finishes a sequence last
+selects the blocks of the sequence.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
@@ -365,7 +365,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages; for a shard store sort keys to `ids`."""
+    """Select blocks and store their numbers and pages (if ranks shard index keys: sort keys)."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

@@ -46,7 +46,7 @@ def advance_rows(
     lengths: Tensor,  # [rows] int64, written: number of computed tokens + 1
     ends: Tensor,  # [rows] int64, written: index in the step of each row's last accepted token
 ) -> None:
-    """Compute the lengths of rows after a step with draft tokens."""
+    """Compute the sequence lengths of rows after a step with draft tokens."""
     computed = seq_lens - (counts - 1).clamp_min(0) + accepted
     num_computed[slots] = computed
     torch.add(computed, 1, out=lengths)

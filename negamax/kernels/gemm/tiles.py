@@ -1,9 +1,9 @@
 """Tile sizes of the GEMMs, measured on an H200 with shards of MiniMax-M2 on 1, 2 and 4 ranks.
 
 The tiles minimize the time of a layer's kernels from norm to o_proj (norm, qkv, QK norm, attention,
-o_proj), with dependent launches and weights that are not in cache. The table lists this time in
-microseconds at a context of 1,064 tokens; the time without the two GEMMs is in brackets. Reading
-the weights takes 10.4 us on one rank, and 2.6 us on each of four ranks:
+o_proj), with dependent launches and weights that are not in cache. The table lists the time from
+norm to o_proj in microseconds at a context of 1,064 tokens; the time without the two GEMMs is in
+brackets. Reading the weights takes 10.4 us on one rank, and 2.6 us on each of four ranks:
 
 tokens    one rank      four
 1         28.8 (13.1)   16.6 (10.7)

@@ -49,8 +49,8 @@ def agree(x):
 def pack_pair(even, odd, DTYPE: tl.constexpr):
     """Round fp32 values to DTYPE (bf16, fp16) and pack pairs into int32, `even` in the lower half.
 
-    One instruction converts both values. Single conversions run on the slowest unit and take 8
-    cycles per warp; a program that normalizes a row would have 36 of them.
+    One instruction converts both values of a pair. Single conversions run on the slowest unit and
+    take 8 cycles per warp; a program that normalizes a row would have 36 of them.
     """
     if not INTERPRETED and is_cuda():
         convert: tl.constexpr = (

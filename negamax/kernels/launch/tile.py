@@ -58,8 +58,8 @@ def round_to_power_of_two(count: int) -> int:
 def warps_of_row(width: int, *, measured: int) -> int:
     """Return the number of warps of a program that processes one row.
 
-    For rows of up to 4096 values, this number is `measured`. For wider rows, the number of values
-    per thread stays the same.
+    For rows of up to 4096 values, the number of warps is `measured`. For wider rows, the number of
+    values per thread stays the same.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 

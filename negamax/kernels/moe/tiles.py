@@ -175,8 +175,8 @@ class H200MoeTiles(MoeTiles):
         """Return tiles for up to 4 tokens, else None. The limit is 2 tokens for rows of over 1,536
         bytes (8 bits: 3,072) and 1 if fewer than 128 4-bit codes share a 16-bit scale.
 
-        A thread holds up to 384 bytes of gate and up, or 192 bytes if rows are long or scales and
-        zero points need registers. A thread holds up to 192 bytes of the down weight.
+        A thread holds up to 384 bytes of the gate and up weights, or 192 bytes if rows are long or
+        scales and zero points need registers. A thread holds up to 192 bytes of the down weight.
         """
         if gate_up.CODES != down.CODES:
             return None
@@ -218,7 +218,7 @@ class H200MoeTiles(MoeTiles):
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
         """Return tiles for packed weights. A multiprocessor runs three programs with 168 registers
         per thread, or four with 128. Narrow experts of wide hidden states have few programs, so
-        each program has half the rows. Above 48 tokens, such programs were never faster.
+        each program has half the rows. Above 48 tokens, halving the rows never saved time.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE

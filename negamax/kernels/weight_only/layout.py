@@ -208,7 +208,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:
-    """Return `Packing.SCALE` and the scales: numbers if it is "float", else bits as uint8."""
+    """Return `Packing.SCALE` and the scales: numbers if SCALE is "float", else bits as uint8."""
     if scale.dtype is torch.float8_e8m0fnu:
         return "e8m0", scale.view(torch.uint8)
     if scale.dtype is not torch.float8_e4m3fn:

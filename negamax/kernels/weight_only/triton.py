@@ -1,14 +1,14 @@
 """Multiply with packed weights, which are dequantized in registers to the activations' dtype.
 
 A tile is loaded in words. Four threads load a row, 16 neighboring bytes each. The tensor cores
-expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of words,
-but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the order of
-`compute_load_order`, with which no thread passes unpacked values to another thread.
+expect the codes of a thread's 16 bytes in the same thread (`layout.py`). A warp loads eight rows of
+words, but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the
+order of `compute_load_order`, with which no thread passes unpacked values to another thread.
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. Scales are multiplied by this power of two,
-divided by 2^_POST to stay in the range of bf16. The final sum is multiplied by 2^_POST.
+bf16, which makes the value too small by a power of two. The scale corrects the value, except for a
+factor of 2^_POST, to stay in the range of bf16. The final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -211,8 +211,8 @@ def load_side(
 ):  # fmt: skip
     """Load stored scales or zero points -> [BLOCK_N, entries] of columns k .. k + BLOCK_K - 1.
 
-    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries outside
-    `inside` are 0.
+    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries where
+    `inside` is false are 0.
     """
     tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_select_span` needs these sizes
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)

@@ -14,9 +14,9 @@ one addend, the kernel multiplies it with x once and starts all products from th
 
 A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread holds four
 neighboring words of every eighth row, and four threads hold a span. A span is SPAN columns with 4
-bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to hold these rows and
-columns (`layout.py`), so weights do not pass through shared memory. The dimensions of a load are in
-the order in which Triton assigns threads to them (`add_last_first`).
+bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to hold the rows and columns
+that it loads (`layout.py`), so weights do not pass through shared memory. The dimensions of a load
+are in the order in which Triton assigns threads to them (`add_last_first`).
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)

@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head. Without such a head, the slots are optional."""
+        """Return the slots of the confidence head. Without a confidence head, they are optional."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}

@@ -12,7 +12,7 @@ closer decides whether the closer is a tag or data. White space after a closer i
 - An opener `<parameter name="k">` in an open value ends it only if the tool declares k and the call
   has no k yet. Such an opener shows that the model omitted the closer of the value.
 The end of a truncated output does not end a value. A repeated parameter is written twice to the
-JSON arguments, because common JSON readers use the last value. Repeated values of an array are
+JSON arguments, because common JSON readers use the last value. Repeated array parameters are
 joined.
 
 A tag ends at the closing quote of its name, or after a declared name. Instead of parameters, the
@@ -222,7 +222,7 @@ class MiniMaxM2Block(CallBlock):
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
-        """Read `text`, which follows the last closer. Return False if this closer is data.
+        """Read `text`, which follows the last closer. Return False if the closer is data.
 
         After white space, the closer may still be data. If `text` begins a missing argument of the
         tool in a form of `_OTHER_FORMS`, the closer ends the value.
