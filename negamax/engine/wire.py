@@ -64,7 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # Size of a KV block in main memory, in bytes, summed over ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
-    transfer: TransferInfo | None = None  # None: no exchange of prompts.
+    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None: images are refused.
 
 
@@ -120,7 +120,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_failed_prefills: int = 0  # Number of requests whose remote prompts did not arrive.
     num_local_prefills: int = 0  # Number of requests that use no other engine.
     num_pulled_blocks: int = 0  # Number of KV blocks read from other engines.
-    num_expired_leases: int = 0  # Number of prompts for other engines that were not read in time.
+    num_expired_leases: int = 0  # Number of prompts that other engines did not read in time.
     num_leases: int = 0  # Number of prompts kept for other engines.
 
 

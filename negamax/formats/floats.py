@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: half the value of the same E4M3 bits; 0x80 is NaN.
+E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: a byte has half of its E4M3 value; 0x80 is NaN.
 E4M3_MAX = 448.0  # Largest value of E4M3, which has no infinity.
 E4M3_GROUP = 128  # One scale for 128 columns of activations, or for 128 x 128 weights.
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)

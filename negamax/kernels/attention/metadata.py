@@ -64,7 +64,7 @@ class AttentionMetadata:
     block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables.
     # Lengths [S] int32 with this step's tokens; 0 marks a padding sequence, whose output is 0.
     seq_lens: Tensor
-    query_starts: Tensor  # [S + 1] int32, first query index of each sequence, then the last end
+    query_starts: Tensor  # [S + 1] int32, first query index of each sequence, then the query count
     num_decodes: int
     host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
     host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence.

@@ -73,7 +73,7 @@ class PrefillPlan:
     # Tiles [tiles, 4] int32: index of the first query, number of queries, first position, sequence.
     tiles: Tensor
     split: SplitTiles | None = None  # Splits of the tiles; None: each tile has one program.
-    # `held`: `OwnBlocks.held` if block tables list only this rank's blocks, None if all blocks
+    # `held` is `OwnBlocks.held` if block tables list only this rank's blocks, None if all blocks
     held: Tensor | None = None
 
 
