@@ -151,7 +151,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             handle.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """Return the data of `entry` on the CPU, or of the part `region` (a range per dimension).
+        """Return on the CPU the data of `entry`, or of its part `region` (a range per dimension).
 
         Raises `CheckpointError` if the file cannot be read.
         """

@@ -50,7 +50,7 @@ _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP|SC
 
 @dataclass(frozen=True)
 class OptionValue:
-    """An option's words for typer, and their source: a flag, a variable or a key of a file."""
+    """An option as command-line words, and its source: a flag, a variable or a key of a file."""
 
     words: tuple[str, ...]
     source: str

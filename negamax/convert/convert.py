@@ -1,6 +1,6 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-An interrupted conversion can be resumed, and complete files are kept. The conversion writes
+An interrupted conversion can be resumed, and keeps its complete files. The conversion writes
 config.json last, because a folder without config.json is not used as a checkpoint.
 """
 

@@ -58,7 +58,7 @@ class ReasoningCounter:
                 self._num_certain += 1
 
     def add(self, count: int) -> None:
-        """Add `count` tokens that are reasoning."""
+        """Add `count` to the number of reasoning tokens."""
         self._num_certain += count
 
     def call_began(self) -> None:
