@@ -31,8 +31,8 @@ class KvEventsConfig:
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
-        """Read `--kv-events-config`. `num_ranks`: data-parallel ranks of all replicas. Return
-        None if the object does not enable publishing.
+        """Read `--kv-events-config`. `num_ranks`: data-parallel ranks of all replicas. Return None
+        if the option does not enable publishing.
         """
         check_json(_FLAG, given)
         known = {field.name for field in fields(KvEventsConfig)}

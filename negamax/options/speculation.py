@@ -136,7 +136,7 @@ def _check_owners(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the minimum and maximum n-gram length of lookup. One given limit sets both."""
+    """Return the minimum and maximum n-gram length of lookup, which are equal if one is missing."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = given.get("prompt_lookup_min", either), given.get("prompt_lookup_max", either)
     if low > high:
@@ -155,7 +155,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return synthetic acceptance rates. For a mean length, the length's variance is the least."""
+    """Return synthetic acceptance rates; a given mean length yields those of least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

@@ -7,7 +7,7 @@ import torch
 
 class PollControl:
     """A clock, a time limit and an abort flag in host memory. Waiting kernels read these numbers
-    every millisecond, and set the flag at the limit. A set flag makes results invalid.
+    every millisecond, and set the flag at the limit. If the flag is set, results are invalid.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -168,7 +168,7 @@ class Costs:
     def token_seconds(
         self, concurrency: int, *, context: float, drafts: Drafts | None
     ) -> tuple[float, int]:
-        """Return the least seconds per token of a sequence, and the drafts per step for it."""
+        """Return the least seconds per token of a sequence, and the draft length that gives it."""
         if drafts is None:
             return self.decode_seconds(concurrency, context=context), 0
         settings, block, once = drafts.speculation, None, 0.0
@@ -257,7 +257,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of `held` for `tokens` (experts) or `own` tokens (others)."""
+        """Return the time of GEMMs of `held`: `tokens` tokens for experts, else `own` tokens."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)

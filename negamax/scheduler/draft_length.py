@@ -5,13 +5,13 @@ A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yi
 earlier drafts. Committed steps update the estimates of T and p_i:
 
 - T is the step time measured at start, multiplied by two factors. One factor, common to all k,
-  follows the growth of contexts. The other belongs to one k. A Kalman filter estimates the
+  follows the growth of contexts. Another belongs to a single k. A Kalman filter estimates the
   logarithms of these factors. A draft length k with an uncertain factor gets a better score, so
   that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
 - p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
   an unused k again after growing intervals, because the weight of old trials decays. If the draft
   model has a confidence head, p_i is the mean of the head's recent estimates, corrected by their
-  mean error. With the head, p_i adapts to changes after few trials.
+  mean error. With the confidence head, p_i adapts to changes after few trials.
 
 The chosen lengths depend only on the sequence of calls.
 """
@@ -79,7 +79,7 @@ class FixedDraftLength:
 
 class _Times:
     """Corrections to the logarithms of step times, for one size class. A draft length's correction
-    is a common number plus a number of its own. A Kalman filter estimates these numbers.
+    is a common number plus a number of its own, which a Kalman filter estimates.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -160,7 +160,7 @@ class _Shares:
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return the accepted share at this position. `prior`: share at the previous position."""
+        """Return this position's acceptance rate. `prior`: rate of the previous position."""
         if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # no usable estimate
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)

@@ -6,7 +6,7 @@ digest of the image. If another image needs pages, the least recently used image
 worker runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 
 Decodes wait while a step encodes images. Several steps with decodes therefore encode a large image,
-and each runs a part of the tower's layers. The image's tokens run with the last part.
+and each runs a part of the tower's layers. The tokens of a large image run with its last part.
 """
 
 from collections import OrderedDict
@@ -117,7 +117,7 @@ class EncoderCache:
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Drop images that a lost plan encodes. Return the `running` sequences that use them."""
+        """Drop images that a lost plan encodes, and return `running` sequences that use them."""
         for held in [held for held in self._images.values() if step_id in held.step_ids]:
             del self._images[held.key]
             self._forget_partial(held)

@@ -218,7 +218,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence to this rank, or None if it must wait.
-        The cost is the number of tokens to run before its first output, plus the cost of the batch.
+        The cost counts the tokens before the sequence's first output, plus the cost of the batch.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -351,7 +351,7 @@ class Scheduler:
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """Plan a row for each running sequence that has one token to run, with up to `most_drafts`
         drafts if the budget allows. The budget suffices for one token of every running sequence,
-        because admission reserves it. Return the sequences with more tokens to run, in order.
+        because admission reserves it. Return, in order, the sequences with more tokens.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
@@ -440,8 +440,8 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption. They
-        have the fewest computed tokens among the rows of the tenant with the most rows. That tenant
+        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption.
+        Rows of the tenant with the most rows yield, fewest computed tokens first, and this tenant
         keeps more rows than the waiting tenant. Return None if preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
@@ -493,8 +493,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, one more block must be free. Without this block, the next running
-        sequence that grows would preempt the new one. If no sequence runs, all blocks are free.
+        While other sequences run, a further block must stay free for their growth, which would
+        otherwise preempt the new sequence. If no sequence runs, all blocks are free.
         """
         if not self._may_admit(sequence):
             return None

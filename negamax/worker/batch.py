@@ -1,6 +1,6 @@
 """Build the inputs of a forward pass from a plan and the request state. The host lays out the
 tokens and sends the layout in one transfer. The device adds each slot's number of computed tokens,
-which may be unknown to the host.
+which the host may not have, to the positions.
 """
 
 from __future__ import annotations

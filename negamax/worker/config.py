@@ -129,7 +129,7 @@ class WorkerConfig:
 
     @property
     def num_cpu_ranks(self) -> int:
-        """Number of ranks that share the machine's memory on the CPU."""
+        """Number of CPU ranks that share the machine's memory."""
         return self.layout.world_size * self.num_replicas
 
     @property

@@ -160,7 +160,7 @@ class FileStore:
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
-        """Return the progress. The caller must send it, as each missing block is in one report."""
+        """Return the progress, which the caller must send: each missing block is in one report."""
         missing: list[bytes] = []
         while self._reads and self._reads[0].is_done:
             batch = self._reads.popleft()
@@ -181,7 +181,7 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies if the files are enabled. Copies of disabled files may never end."""
+        """Wait for all copies, unless the files are disabled: their copies may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 

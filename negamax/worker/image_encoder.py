@@ -169,7 +169,7 @@ class ImageEncoder:
         return job.grid[0] * job.grid[1] // self._spec.patches_per_token
 
     def _encode(self, jobs: list[EncodeJob]) -> None:
-        """Run the same parts of all `jobs`. The last part stores the embeddings."""
+        """Run the same parts of the tower for all `jobs`. The last part stores the embeddings."""
         state = self._partial if jobs[0].parts[0] else self._tower.start(self._load(jobs))
         if state is None:
             return  # an earlier part failed

@@ -163,7 +163,7 @@ def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
 def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return how many blocks this rank stores in host memory. `num_blocks`: KV blocks of the rank.
+    """Return how many blocks this rank stores in host memory. `num_blocks`: number of KV blocks.
     Raises `ConfigError` if the result is 0, and `ResourceError` if the blocks do not fit.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size

@@ -99,7 +99,7 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """Copy embedding rows from the first stage to the last. Both stages must call this function."""
+    """Copy embedding rows from the first stage to the last, in a call on both stages."""
     if target.is_first_stage:
         embedding = target.embedding
     else:

@@ -92,7 +92,7 @@ class SelfCheck:
         self._slack += _FP8_CACHE_ERROR * (cache_dtype.itemsize == 1)
 
     def run(self, model: Decoder, warm_up: Callable[[], Any] | None = None) -> str:
-        """Compare the loaded `model`, and return a line for the log. Every rank must call `run`.
+        """Check the loaded `model`, and return a line for the log. Every rank must call `run`.
         Raises `ConfigError` with the ops and the rank, after all ranks have compared.
         """
         layers = _choose_layers(model.layers)

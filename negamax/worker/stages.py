@@ -6,8 +6,8 @@ decoding, all stages receive the sampled tokens, the new drafts and the number o
 The number of accepted drafts determines the position at which a row continues.
 
 A stage waits for the results of a step only before it runs a later step with the same rows
-(decision 41). If the slot of a row belongs to another sequence by then, the stage drops the row's
-results.
+(decision 41). If the slot of a row belongs to another sequence when the results arrive, the stage
+drops the row's results.
 """
 
 from collections import deque

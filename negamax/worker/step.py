@@ -262,7 +262,7 @@ class StepRunner:
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
         """Verify the step's drafts, reject drafts after a row's last mask, and propose new drafts.
-        Return accepted drafts [R] int64 and the data for the host, or None without drafts.
+        Return accepted drafts [R] int64 and a `Verification`, or None without drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
         if verifier is None or not plan.slots:

@@ -68,7 +68,7 @@ class Worker:
         return complete(output, expert_counts, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Lower the host's bounds by the rejected drafts of all steps before the last step."""
+        """Lower the bounds of computed tokens by the rejected drafts of all steps but the last."""
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
         settled = self._num_steps - self.runner.runtime.is_asynchronous
@@ -116,7 +116,7 @@ class Worker:
         return self.runner.requests.take_failures()
 
     def take_file_progress(self, output: StepOutput | StepResult) -> FileProgress | None:
-        """Return the progress of files at a step, for a rank that sends no results."""
+        """Return the progress of file copies at a step, for a rank that sends no results."""
         if isinstance(output, StepResult):
             return output.files
         return None if output.loads is None else output.loads.report_files()

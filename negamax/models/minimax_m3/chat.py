@@ -79,7 +79,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether the tag names a declared tool. The tag may be anywhere in a line."""
+        """Return whether `lexeme`, anywhere in a line, names a declared tool."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:

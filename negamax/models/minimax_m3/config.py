@@ -352,8 +352,8 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
 
 
 def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
-    """Read how many of the first or last blocks are always selected. SGLang's config may give
-    the number in tokens, and the last tokens may begin inside a block.
+    """Read how many of the first or last blocks are always selected. SGLang's config may give the
+    number of tokens instead of blocks, and the last tokens may begin inside a block.
     """
     own = int(which == "local")  # the local blocks include the query token's block
     names = (f"sparse_{which}_block", f"index_{which}_blocks")

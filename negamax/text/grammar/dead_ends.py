@@ -128,7 +128,7 @@ def _read_symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
 
 
 def _has_characters(items: list[int]) -> bool:
-    """Return whether a class of characters contains a character."""
+    """Return whether a class of characters contains any character."""
     is_negated, *ends = items
     ranges = sorted(zip(ends[::2], ends[1::2], strict=True))
     if not is_negated:

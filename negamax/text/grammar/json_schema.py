@@ -205,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`. The schema is made once."""
+        """Return the schema that `make` derives from `origin`; call `make` only once per origin."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:

@@ -14,7 +14,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class CallWriter:
-    """Writes tool calls as events. The arguments are the text of one JSON object.
+    """Writes tool calls as events. The arguments of a call are the text of one JSON object.
 
     Values are added to the innermost open container. The key is None if the container is an array.
     The first argument or the end of a call emits its `ToolCallStart`. A call can be discarded until
