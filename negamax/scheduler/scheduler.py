@@ -369,7 +369,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if total >= sequence.limit:
-                continue  # a step in flight samples the last token
+                continue  # a step in flight will sample the row's last token
             if not self._turns.is_due(sequence) or len(slots) == most_rows:
                 continue
             if computed >= sequence.capacity:

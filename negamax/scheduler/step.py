@@ -133,7 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     appended_blocks: list[int]  # KV blocks to append to block tables
     slots: list[int]
     num_scheduled: list[int]  # number of tokens to run, at least 1
-    num_draft_tokens: list[int]  # number of drafts among these tokens; missing drafts: padding
+    num_draft_tokens: list[int]  # number of drafts in `num_scheduled`, missing drafts included
     needs_sampling: list[bool]  # whether the row samples after its last known token and each draft
     grammar_rows: list[int] = []  # indices of rows that sample after the `GrammarBitmask`
     num_proposed: int = 0  # number of drafts to propose for each sampled row
@@ -194,7 +194,7 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written_step: int = -1  # the writes of plans up to this step id are complete
     missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
     is_off: bool = False  # whether an error has disabled the files.
-    # The next four fields are totals since the start. `num_evicted`: files above the size limit.
+    # The next four are totals since the start. `num_evicted`: files deleted at the size limit.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0
@@ -220,7 +220,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_id: int
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # index in `token_ids` -> logprobs, if requested.
-    # `prompt_logprobs`: row of the plan -> logprobs of its prompt tokens after a prompt's first.
+    # `prompt_logprobs`: row of the plan -> logprobs of its prompt tokens, except a prompt's first.
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # row of the plan -> reason why the row failed
     num_accepted: dict[int, int] = {}  # row of the plan -> number of accepted drafts
@@ -228,7 +228,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     device_seconds: float = 0.0  # GPU time of the step
     idle_seconds: float = 0.0  # time for which the GPU was idle before the step
     expert_counts: bytes = b""  # int64 [layers, experts] selections on all ranks; b"": not wanted
-    num_draft_tokens: dict[int, int] = {}  # row of the plan -> its drafts, if fewer than planned
+    num_draft_tokens: dict[int, int] = {}  # row -> number of its drafts, if fewer than planned
     loaded_step: int = -1  # the loads of plans up to this step id are complete.
     # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i. The
     # list `expected` has one entry more than the proposed drafts; []: no estimate.

@@ -136,7 +136,7 @@ def _attend_split(
     With PREFETCH_KV `prefetched` has k and v of the first tile, and the offset of the newest key.
     The predecessor kernel wrote the newest key, so this key is processed last.
     """
-    WARPS: tl.constexpr = C.WARPS  # a copy: Triton 3.6 accepts no struct field in a shape
+    WARPS: tl.constexpr = C.WARPS  # a copy, as Triton 3.6 accepts no struct field in a shape
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     SLICE: tl.constexpr = C.BLOCK_N // WARPS

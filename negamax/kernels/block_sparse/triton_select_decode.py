@@ -64,7 +64,7 @@ _CONSTANTS = DecodeSplit(programs=4, split_programs=4)
 class Queries(NamedTuple):
     """A record of the queries of one sequence."""
 
-    first: tl.tensor  # index of the first query among the T tokens
+    first: tl.tensor  # index of the first query among the step's T tokens
     count: tl.tensor  # number of queries; 0: the queries are in an earlier sequence's `Queries`
     length: tl.tensor  # number of tokens of the sequence up to the last query
 
@@ -289,7 +289,7 @@ def _select_decode_kernel(
     cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM], index keys
     tables,  # [slots, table_stride] int32, block tables
     queries,  # [S, 4] int32, a `Queries` for each sequence
-    sequences,  # [S, SEQUENCE_WORDS] int32, see attention/triton_decode_plan
+    sequences,  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` for each sequence
     work,
     scores,  # [T * HEADS, stride] int32, written: group maxima if GROUP > 1, then `width` scores
     arrivals,  # [S] int32, number of finished programs; 0 between launches

@@ -81,7 +81,7 @@ def _merge_partials_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    RANKS: tl.constexpr = C.RANKS  # a copy: Triton 3.6 accepts no struct field in a shape
+    RANKS: tl.constexpr = C.RANKS  # a copy, as Triton 3.6 accepts no struct field in a shape
     HEADS_POW2: tl.constexpr = C.COUNT_POW2
     WORDS_POW2: tl.constexpr = C.WORDS_POW2
     dtype: tl.constexpr = out.dtype.element_ty

@@ -24,7 +24,7 @@ def linear_blocks(x: QuantizedActivations, weight: Tensor, scale: Tensor) -> Ten
     out: Tensor = F.scaled_mm(
         x.q,
         weight.t(),
-        x.scale.t().contiguous().t(),  # makes the scales of one block of columns adjacent
+        x.scale.t().contiguous().t(),  # makes all tokens' scales of a column block adjacent
         F.ScalingType.BlockWise1x128,
         scale.t(),
         F.ScalingType.BlockWise128x128,

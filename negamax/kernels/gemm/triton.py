@@ -75,7 +75,7 @@ def _gemv_kernel(
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # 16 columns for each thread of the program
+    BLOCK_K: tl.constexpr,  # columns per step, 16 for each thread of the program
     PDL: tl.constexpr,
 ):
     """Multiply w with one unquantized token, in fp32 on the CUDA cores. A program loads BLOCK_N

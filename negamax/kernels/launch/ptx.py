@@ -178,7 +178,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
                 f"shl.b32 a, q, {8 - 8 * pair}; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0;"
             )
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
-        else:  # 8-bit integers: c = (128 + lower 7 bits) - (128 or 256)
+        else:  # 8-bit integers: c = (128 + lower 7 bits) - (128 + bit 7)
             lines.append(f"shr.u32 a, q, {8 * pair};")
             lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")

@@ -40,11 +40,11 @@ class ExpertTiles:
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows
     down: Tile
-    # gemv: number of experts of a token that one program of down sums; the next norm sums the parts
+    # gemv: number of experts of a token that one program of down sums; the next norm adds the sums
     choices: int = 1
     repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
     resident: bool = False  # large_m: whether down keeps its input h in shared memory (FP8)
-    starts_early: bool = True  # packed gemv: `starts_early` of `launch_options` for gate and up
+    starts_early: bool = True  # packed gemv, gate and up: `launch_options(starts_early=)`
 
 
 class MoeTiles:

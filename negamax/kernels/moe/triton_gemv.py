@@ -231,7 +231,7 @@ def _down_gemv_kernel(
     num_experts,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,  # number of choices per program; 1 with packed weights
+    CHOICES: tl.constexpr,  # number of a token's experts per program; 1 with packed weights
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).

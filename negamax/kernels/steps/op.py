@@ -9,7 +9,7 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 
 
 def place(
-    columns: Tensor,  # int64: token_slots [T], slots [S], token_offsets [T], end_offsets [S], rest
+    columns: Tensor,  # int64 token_slots [T], slots [S], token_offsets [T], end_offsets [S], M more
     num_computed: Tensor,  # [slots] int64, positions to which the offsets are added
     tokens: Tensor,  # [slots, width] int32 or int64; draft tokens are written at their positions
     drafts: Tensor | None,  # [slots, K] int64, -1: no draft token; None: a step without drafts

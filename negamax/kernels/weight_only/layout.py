@@ -29,7 +29,7 @@ from negamax.kernels.quantize.stored import decode
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
-SIDE_COLUMNS = 128  # number of columns of a row whose scales or zero points are adjacent.
+SIDE_COLUMNS = 128  # number of columns of a row whose scales (or zero points) are stored together.
 # `AXES`: permutation of a span of 8-bit codes, viewed as [2, 2, 2, 4, 2], for storage.
 AXES = (3, 0, 1, 4, 2)
 # For the first 4-bit code of each pair: the position of each of its bits in the word, lowest bit

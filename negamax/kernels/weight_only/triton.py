@@ -144,7 +144,7 @@ def convert_sides(
     """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `load_side`
     loaded `scale` (used if GROUPED) and `zero` for all SPANS spans.
     """
-    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span in its 128 columns of scales
+    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span in its block of 128 columns
     factors, added = make_constants(P, DTYPE)
     if GROUPED:
         own = _select_span(scale, i, SPANS, P, P.IN_WORDS)

@@ -260,7 +260,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     """Read the spec from the config.json of a text model. Raises `ConfigError`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    # transformers ignores rotary_dim, which `read_common` reads, without a partial_rotary_factor
+    # Without partial_rotary_factor, transformers ignores the rotary_dim that `read_common` reads.
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)

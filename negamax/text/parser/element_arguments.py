@@ -67,7 +67,7 @@ class _Element:
     quoted: list[str] = field(default_factory=list)  # opening tags in the text that are data
     names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
-    values: list[WaitingMember] = field(default_factory=list)  # members to write at the end
+    values: list[WaitingMember] = field(default_factory=list)  # members to write after its children
     is_written: bool = False  # whether the opening bracket is written
     may_be_over: bool = False  # whether a wrongly named closing tag followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
