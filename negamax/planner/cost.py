@@ -257,7 +257,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of `held`: `tokens` tokens for experts, else `own` tokens."""
+        """Return the time of GEMMs of `held` for `tokens` tokens (experts) or `own` tokens."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)

@@ -15,7 +15,7 @@ Change = tuple[bytes, bool]  # (hash of a block, True if it was cached or False 
 
 @dataclass
 class CacheLog:
-    """Changes of each cache level since the last `take`, in the scheduler's order."""
+    """Changes of each cache level since the last `take`, oldest first."""
 
     # (hashes of a sequence, index of the first block, index after the last block)
     chains: list[tuple[BlockHashes, int, int]] = field(default_factory=list)

@@ -4,8 +4,8 @@ A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yi
 + ... tokens per row. p_i is the probability that a row accepts draft i after it has accepted all
 earlier drafts. Committed steps update the estimates of T and p_i:
 
-- T is the step time measured at start, multiplied by two factors. One factor, common to all k,
-  follows the growth of contexts. Another belongs to a single k. A Kalman filter estimates the
+- T is the step time measured at start, multiplied by two factors: a factor for all k, which
+  follows the growth of contexts, and a factor for each k. A Kalman filter estimates the
   logarithms of these factors. A draft length k with an uncertain factor gets a better score, so
   that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
 - p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries

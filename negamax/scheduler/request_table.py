@@ -70,7 +70,7 @@ class RequestTable:
         return sequence
 
     def admit(self, sequence: Sequence) -> bool:
-        """Record that a sequence gets a slot, and return whether it is the sequence's first."""
+        """Record that a sequence gets a slot. Return whether the sequence had no slot before."""
         self._turn = max(self._turn, sequence.turn)
         self.num_rows[sequence.tenant] += 1
         is_first, sequence.was_admitted = not sequence.was_admitted, True

@@ -351,7 +351,7 @@ class Scheduler:
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """Plan a row for each running sequence that has one token to run, with up to `most_drafts`
         drafts if the budget allows. The budget suffices for one token of every running sequence,
-        because admission reserves it. Return, in order, the sequences with more tokens.
+        because admission reserves it. Return, in order, sequences with several tokens to run.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0

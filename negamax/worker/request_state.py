@@ -116,7 +116,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise bounds of computed tokens by launched tokens, except the last in `postponed`."""
+        """Raise bounds of computed tokens by launched tokens, less one in `postponed` rows."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
