@@ -237,8 +237,8 @@ class TensorFormat:
     ) -> tuple[TensorFormat, int]:
         """Split a width to `columns` per rank: rows of one matrix, and columns of the next.
 
-        Returns the format of the next matrix, and the unit of the split. A split may divide columns
-        with one scale. If the kernel `reads` smaller groups, each part gets a copy of the scale.
+        Returns the format of the next matrix, and the unit of the split. A split may divide a group
+        of columns with one scale; if the kernel `reads` smaller groups, each part gets the scale.
         """
         held = self
         if self.regroup is not None and columns % self._group:

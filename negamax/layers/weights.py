@@ -119,7 +119,7 @@ class WeightSlot:
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
         """Write the part `region` and return the written view of the parameter. `matrix`: shape of
-        the matrix for which valid values are computed (None: `matrix_shape`).
+        the matrix for which valid values are computed, by default `matrix_shape`.
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice; remove one")

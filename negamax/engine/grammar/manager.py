@@ -219,7 +219,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Send new tokens and drafts to processes. Return ids of requests that need no masks."""
+        """Send tokens and drafts to processes. Return ids of requests that need no more masks."""
         if not self._rules:
             return []
         released: list[str] = []

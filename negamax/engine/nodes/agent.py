@@ -80,7 +80,7 @@ class Agent:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 or a signal ends it. Raise `ConfigError` if node 0 refuses this node."""
+        """Run until node 0 or a signal ends the agent; raise `ConfigError` if node 0 refuses it."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0

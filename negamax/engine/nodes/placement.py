@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return what each of `count` nodes needs for its ranks: GPUs and CPUs, or only CPUs."""
+        """Return the GPUs and CPUs (or only CPUs) that each of `count` nodes needs for ranks."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)

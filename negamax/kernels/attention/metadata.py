@@ -28,7 +28,7 @@ class DecodeRuns:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The tokens of a step on all ranks of `group`: N tokens per rank, in rank order."""
+    """The tokens of a step on all ranks of `group`, N per rank, in rank order."""
 
     group: Collective
     positions: Tensor  # [ranks * N] int64, positions of the N tokens of each rank

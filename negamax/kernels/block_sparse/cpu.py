@@ -2,9 +2,9 @@
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
 tiles of `attention/cpu.py`. Decodes and all other prefill tokens use dense decode attention, with
-each pair of a token and a KV head as a sequence. The pair's block table lists the pages of the
-selected blocks. The pair's sequence length depends only on the token's position. A query's result
-therefore does not depend on the batch or on chunk borders.
+each pair of a token and a KV head as a sequence. The block table of a (token, KV head) pair lists
+the pages of the selected blocks; the pair's sequence length depends only on the token's position. A
+query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
 block is selected without a score.

@@ -8,8 +8,8 @@ its own selection.
 
 A cache block contains one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
 viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. Kernels
-treat each pair of a token and a KV head as a sequence. The pair's block table lists the pages of
-the selected blocks in ascending order. Only the last page may be partly filled.
+treat each pair of a token and a KV head as a sequence. The block table of a pair (token, KV head)
+lists the pages of the selected blocks in ascending order. Only the last page may be partly filled.
 """
 
 from dataclasses import dataclass, field

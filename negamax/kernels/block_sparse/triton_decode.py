@@ -1,7 +1,7 @@
 """Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`). Each
 token and KV head is a separate sequence, whose block table lists the pages of the selected blocks.
 
-The lengths of these sequences depend only on the tokens' positions, so all layers use one plan.
+A sequence's length depends only on its token's position, so all layers use one plan.
 """
 
 from dataclasses import dataclass, replace

@@ -163,8 +163,8 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
 
 @triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the blocks of the sort keys `best` [rows, TOPK_POW2] by `store_selection`. For a shard
-    store the sort keys themselves to `ids` [T, HEADS, TOPK] int64.
+    """Store the blocks of the sort keys `best` [rows, TOPK_POW2] by `store_selection`. If ranks
+    shard the index keys, store the sort keys to `ids` [T, HEADS, TOPK] int64.
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:

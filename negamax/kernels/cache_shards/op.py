@@ -155,8 +155,8 @@ def merge(
 ) -> Hidden:
     """Merge partial results of all ranks for this rank's heads -> [T, count * head_dim].
 
-    The heads are `first` to first + count - 1. `parts` holds the results of this rank if `group` is
-    given, else the results of all ranks. Only GPU kernels support `quantize` (FP8 output).
+    This rank's heads are `first` to first + count - 1. `parts` holds the results of this rank if
+    `group` is given, else the results of all ranks. Only GPU kernels support `quantize` (FP8).
     """
     assert not quantize, "the reference has no FP8 output; set quantize=False"
     of_all = parts if group is None else parts.gathered(group)
