@@ -1,4 +1,4 @@
-"""Launch sizes of the Triton attention kernels by architecture. None is tuned at run time."""
+"""Launch sizes of the Triton attention kernels, by architecture; not tuned at run time."""
 
 from dataclasses import dataclass
 

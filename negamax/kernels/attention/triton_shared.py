@@ -82,7 +82,7 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
 
 
 def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
-    """Allocate outputs [T, heads * head_dim]; `quantize`: also in FP8, scaled per head."""
+    """Allocate outputs [T, heads * head_dim]; `quantize`: also FP8, scaled per token and head."""
     assert not quantize or q.shape[2] == GROUP, (
         f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
     )

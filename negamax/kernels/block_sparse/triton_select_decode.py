@@ -365,7 +365,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages (if ranks shard index keys: sort keys)."""
+    """Select blocks and store their numbers and pages, or sort keys if ranks shard index keys."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

@@ -219,7 +219,7 @@ def select_prefill(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages (if ranks shard index keys: sort keys)."""
+    """Select blocks and store their numbers and pages, or sort keys if ranks shard index keys."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:
