@@ -224,7 +224,7 @@ class EngineOptions:
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None, "Write KV blocks in main memory to files in this folder, for reuse after a restart."
+        None, "Copy KV blocks from main memory to files in this folder, for use after a restart."
     )
     kv_offloading_path_size: float = option(
         64.0,

@@ -30,8 +30,8 @@ class RouteOptions:
     )
     pd_disaggregation: bool = option(
         False,
-        "Send requests to --prefill and --decode by SGLang's protocol (bootstrap_room), not by "
-        "vLLM's (kv_transfer_params).",
+        "Send requests to the --prefill and --decode servers by SGLang's protocol "
+        "(bootstrap_room), not by vLLM's protocol (kv_transfer_params).",
     )
     kv_event_source: tuple[str, ...] = option(
         (),
