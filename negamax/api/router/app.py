@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,15 +196,12 @@ class RouterApp:
         """Return the answer of a server. Raises `UnavailableError` if no server answers."""
         tried: list[RoutedServer] = []
         while True:
-            body = await self._prefill(request)
-            if isinstance(body, Response):
-                return body
-            is_computed = body is not None or bool(self._ports and self._is_paired(request))
+            is_computed = self._is_paired(request)
             call = self._pool.open(request.prompt, without=tried, is_computed=is_computed)
             tried.append(call.server)
             others = self._pool.list_ready(tried)
             try:
-                exchange = await self._begin_answer(call, request, body)
+                exchange = await self._begin_answer(call, request)
             except BaseException as error:
                 call.close()
                 is_gone = isinstance(error, UnavailableError)
@@ -223,65 +220,53 @@ class RouterApp:
                 return RelayedAnswer(exchange, encode_end=encode_end, on_end=call.close)
             call.close()
 
-    def _is_paired(self, request: RoutedRequest) -> bool:
-        """Return whether a prefilling server should compute the prompt for a decoding server."""
+    def _is_paired(self, request: RoutedRequest, tried: Sequence[RoutedServer] = ()) -> bool:
+        """Return whether a prefilling server, but none of `tried`, can compute the prompt."""
         fields, paths = request.prompt.fields, _ROOM_PATHS if self._ports else _PAIRED_PATHS
         if self._prefillers is None or fields is None or request.path not in paths:
             return False
         is_prepared = PARAMS in fields or ROOM in fields  # by another router
-        return not is_prepared and bool(self._pool.list_ready())
-
-    def _open_prefills(self, request: RoutedRequest) -> Iterator[OpenCall]:
-        """Open a call of a prefilling server, and of another server if the caller needs more."""
-        tried: list[RoutedServer] = []
-        if self._prefillers is not None and self._is_paired(request):
-            while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
-                call = self._prefillers.open(request.prompt, without=tried)
-                tried.append(call.server)
-                yield call
-
-    async def _prefill(self, request: RoutedRequest) -> bytes | RelayedAnswer | None:
-        """Let a prefilling server compute the prompt, and return the body for the decoding server.
-
-        If a prefilling server refuses the request, return its answer. Return None if the decoding
-        server must compute the prompt, if no server can decode, and in SGLang's protocol.
-        """
-        fields = request.prompt.fields or {}
-        for call in () if self._ports else self._open_prefills(request):
-            answer = await _compute(call, request, build_prefill_body(fields))
-            if isinstance(answer, bytes):
-                return build_decode_body(fields, answer)
-            if answer is not None:
-                return answer
-        return None
+        return not is_prepared and bool(self._prefillers.list_ready(tried))
 
     async def _begin_answer(
-        self, call: OpenCall, request: RoutedRequest, body: bytes | None
+        self, call: OpenCall, request: RoutedRequest
     ) -> Exchange | RelayedAnswer:
-        """Begin the answer of the server of `call`. In SGLang's protocol, a prefilling server gets
-        the request at the same time; if it refuses the request, return its answer. If it fails, the
-        server of `call` gets the request again.
+        """Let a prefilling server compute the prompt, and begin the answer of the server of `call`,
+        which in SGLang's protocol gets the request at the same time.
+
+        If a prefilling server refuses the request, return its answer. If all prefilling servers
+        fail, the server of `call` computes the prompt.
         """
-        for first in self._open_prefills(request) if self._ports else ():
-            sent = build_room_body(request.prompt.fields or {}, first.server.url, self._ports)
-            call.prefill = prefill = asyncio.create_task(_compute(first, request, sent))
-            decode = asyncio.create_task(_begin(call, request, sent))
-            try:
-                await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-                has_begun = decode.done() and decode.exception() is None
-                has_begun = has_begun and decode.result().status not in _BUSY
-                if decode.done() and not has_begun:  # perhaps because of the prefilling server
-                    await asyncio.wait({prefill}, timeout=_CAUSE_SECONDS)
-                answer = prefill.result() if prefill.done() else b""
-                if isinstance(answer, bytes) or (answer is None and has_begun):
-                    return await decode
-            finally:
-                decode.cancel()
-            if answer is not None:
+        fields, tried = request.prompt.fields or {}, list[RoutedServer]()
+        while len(tried) <= MAX_RETRIES and self._is_paired(request, tried):
+            assert self._prefillers is not None
+            first = self._prefillers.open(request.prompt, without=tried)
+            tried.append(first.server)
+            if not self._ports:
+                answer = await _compute(first, request, build_prefill_body(fields))
+                if isinstance(answer, bytes):
+                    body = build_decode_body(fields, answer) or request.body
+                    return await _begin(call, request, body)
+            else:
+                body = build_room_body(fields, first.server.url, self._ports)
+                call.prefill = prefill = asyncio.create_task(_compute(first, request, body))
+                decode = asyncio.create_task(_begin(call, request, body))
+                try:
+                    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+                    has_begun = decode.done() and decode.exception() is None
+                    has_begun = has_begun and decode.result().status not in _BUSY
+                    if decode.done() and not has_begun:  # perhaps because of the prefilling server
+                        await asyncio.wait({prefill}, timeout=_CAUSE_SECONDS)
+                    answer = prefill.result() if prefill.done() else b""
+                    if isinstance(answer, bytes) or (answer is None and has_begun):
+                        return await decode
+                finally:
+                    decode.cancel()
+                if call.exchange is not None:
+                    call.exchange.close()
+            if isinstance(answer, RelayedAnswer):
                 return answer
-            if call.exchange is not None:
-                call.exchange.close()
-        return await _begin(call, request, request.body if body is None else body)
+        return await _begin(call, request, request.body)
 
 
 async def _compute(

@@ -181,17 +181,13 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request that counts as open until `close`. Only the handler changes this object.
-
-    `close` also closes `exchange`, and cancels `prefill`.
-    """
+    """A request that counts as open until `close`. Only the handler changes this object."""
 
     server: RoutedServer
     prompt: RoutedPrompt
     num_pending: int  # number of prompt tokens that `server` probably computes
-    exchange: Exchange | None = None
-    # Task that lets another server compute the prompt
-    prefill: asyncio.Task[Any] | None = None
+    exchange: Exchange | None = None  # `close` closes it
+    prefill: asyncio.Task[Any] | None = None  # computes the prompt on another server until `close`
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 
