@@ -78,6 +78,7 @@ class KvTransferConfig:
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # Time limit of each phase of a transfer.
     allowed_hosts: tuple[str, ...] = ()  # Hosts of prefill servers; () allows private addresses.
+    transport: str | None = None  # The only transport that NIXL may use; None: UCX chooses.
 
     @property
     def is_loopback(self) -> bool:
@@ -120,13 +121,17 @@ class KvTransferConfig:
         hosts = extra.get("allowed_hosts", [])
         if not isinstance(hosts, list) or not all(map(_is_host, hosts)):
             _refuse("allowed_hosts", hosts, "a list of addresses, networks and names")
+        lane, transport = LANES[connector], extra.get("transport")
+        if transport is not None and lane != NIXL:
+            _refuse("transport", transport, "no value, because only NixlConnector has transports")
         return KvTransferConfig(
             role,
-            LANES[connector],
+            lane,
             host,
             port=given.get("kv_port", PORT),
             failure_policy=given.get("kv_load_failure_policy", FAIL),
             allowed_hosts=tuple(hosts),
+            transport=transport,
             **{name: float(extra[name]) for name in extra if name.endswith("_seconds")},
         )
 

@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.api_support import CHAT, QUESTION, WEATHER, WEATHER_QUESTION
 from tests.e2e.conftest import Server, eventually, serving
 from tests.ports import free_port
+from tests.probes import needs_nixl
 
 COMPLETIONS = "/v1/completions"
 ASK_PREFILL = {
@@ -250,6 +251,18 @@ def test_several_prompts_of_one_body_are_computed_twice(pair: PAIR) -> None:
     answer = post(pair[0], COMPLETIONS, body | {"kv_transfer_params": ASK_PREFILL})
     assert "kv_transfer_params" not in answer and len(answer["choices"]) == 2
     assert pair[0].gauge("negamax:kv_leases") == count
+
+
+@needs_nixl
+def test_a_pair_with_nixl(tmp_path: Path) -> None:
+    nixl = {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"transport": "shm"}}
+    with serving_pair(tmp_path, **nixl) as pair:
+        for length in (17, 700):
+            body = {"prompt": tokens(length, length), "max_tokens": 20, "ignore_eos": True}
+            check_same(pair, COMPLETIONS, {**body, "temperature": 0.9, "seed": 3, "logprobs": 3})
+        assert pair[1].gauge("negamax:pulled_kv_blocks_total") == 1 + 43
+        for server in pair:
+            assert re.search("NIXL reads memory of this machine by (cma|posix|sysv)/", server.log)
 
 
 def test_index_keys_and_drafts_move_too(tmp_path: Path) -> None:

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +8,7 @@ import pytest
 
 from tests.e2e.api_support import CHAT, QUESTION
 from tests.e2e.test_disaggregation import COMPLETIONS, find_kv_port, run_alone, serving_pair
-from tests.install.routers import running_router
+from tests.install.routers import ROOT, install, running_router
 
 pytestmark = pytest.mark.timeout(900)  # for downloads
 
@@ -38,3 +41,18 @@ def test_a_router_from_pypi_drives_a_pair(requirement: str, program: str, tmp_pa
         assert second.gauge("negamax:remote_prefills_total") == 4
         for name in ("failed_remote", "local"):
             assert second.gauge(f"negamax:{name}_prefills_total") == 0
+
+
+def test_nixl_from_pypi_moves_the_blocks_of_a_pair(tmp_path: Path) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    install(
+        "--quiet", "--no-deps", "--target", tmp_path, *(each for each in lines if "nixl" in each)
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "nixl", "-rs"]
+    files = [ROOT / "tests" / "cpu" / "test_host_pool.py"]
+    files += [ROOT / "tests" / "e2e" / "test_disaggregation.py"]
+    found = subprocess.run(
+        [*command, *files],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert found.returncode == 0 and "3 passed, 1 skipped" in found.stdout, found.stdout

@@ -41,6 +41,7 @@ from negamax.models.registry import import_draft_names, list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
+from negamax.options.transfer import NIXL
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.planner.chunks import plan_even_times
@@ -55,6 +56,7 @@ from negamax.scheduler.prefix_cache import HASH_BYTES
 from negamax.scheduler.step import ROWS_PER_PAGE
 from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
+from negamax.worker.nixl_probe import check_nixl
 
 logger = get_logger(__name__)
 Spec = TypeVar("Spec", bound=ModelSpec)
@@ -88,6 +90,8 @@ def _start_loop(
     folder = None
     if options.kv_transfer is not None:
         check_transfer_address(options.kv_transfer)
+        if options.kv_transfer.lane == NIXL:
+            check_nixl(options.kv_transfer.transport)
         folder = PrivateFolder()
         started.callback(folder.remove)
     elif options.kv_transfer_config is not None:
