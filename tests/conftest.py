@@ -1,5 +1,8 @@
 """Set markers by folder, settings of Triton and PyTorch, and the permitted reasons to skip."""
 
+from __future__ import annotations
+
+import atexit
 import gc
 import logging
 import os
@@ -9,15 +12,18 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from negamax.base import env
 from tests import forked_children
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Server
 
 # Workers and servers start repeatedly, so keep compiled bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -33,7 +39,6 @@ MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs|the server needs FastAPI"
     "|in this run Triton compiles its kernels for the GPU"
     "|Ray is not installed here|Triton .* is not beside this environment"
-    "|NIXL is (not )?installed here"
     "|no Chromium here|no nginx here|no oneDNN linear here|no network namespaces here"
     "|has no wide cases|its plan depends on lengths that only the host knows"  # of tests/gpu
 )
@@ -132,6 +137,22 @@ def logging_as_before() -> Iterator[None]:
         logger.handlers[:] = handlers
 
 
+@pytest.fixture(scope="session")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Run the server that e2e tests and attacks share: nano, or the model of the parameter."""
+    from tests.e2e.conftest import MODEL, serving
+
+    model = getattr(request, "param", None) or MODEL
+    log_file = tmp_path_factory.mktemp("server") / "log"
+    options = ("--served-model-name", MODEL, "--profile-dir", str(log_file.parent / "traces"))
+    with serving(*options, model=model, log_file=log_file) as running:
+        yield running
+        # No test may cause an internal error of the shared server.
+        assert "Traceback" not in running.log
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Do not collect garbage during collection, since scanning imported modules takes seconds."""
@@ -142,11 +163,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         forked_children.environment()  # Imported libraries have set variables by then.
-
-
-def pytest_unconfigure() -> None:
-    """Let the exit free what collection froze; Triton 3.9 reports objects that are left."""
-    gc.unfreeze()
+        # Let the exit free what collection froze; Triton 3.9 reports objects that are left.
+        # pytest collects garbage before that.
+        atexit.register(gc.unfreeze)
 
 
 def _long_limit(item: pytest.Item) -> float:
@@ -155,6 +174,7 @@ def _long_limit(item: pytest.Item) -> float:
     return limit.args[0] if limit and limit.args and limit.args[0] > 900 else 0
 
 
+@cache
 def _folder(path: Path) -> str:
     return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else "nano"
 

@@ -30,7 +30,9 @@ import pytest
 
 from negamax.base import env, log, supervision
 from negamax.base.imports import large_imports
+from negamax.config.embedded import EMBEDDED
 from negamax.options.nodes import KEY_VARIABLE
+from negamax.text.chat_template import ChatTemplate
 
 PRELOADED = (
     "negamax.worker.worker", "negamax.text.grammar.matcher", "torch.distributed",
@@ -245,6 +247,7 @@ def main(fd: int) -> None:
     with large_imports():
         for name in PRELOADED:
             importlib.import_module(name)
+    ChatTemplate.from_folder(EMBEDDED["nano"])  # All servers of nano need the compiled template.
     requests = socket.socket(fileno=fd)
     while (received := await_request(requests)) is not None:
         request, fds = received

@@ -1,1 +1,1 @@
-"""Options of engine and server. Flags, environment variables, TOML and Python share their names."""
+"""Options of the engine and the server, with equal names in flags, variables, TOML and Python."""

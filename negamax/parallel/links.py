@@ -25,7 +25,7 @@ class Arrival:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise EngineDeadError(f"another stage is gone or not in sync: {error}") from error
+            raise EngineDeadError(f"another stage is gone or out of step: {error}") from error
 
 
 class Link:
@@ -67,7 +67,8 @@ class PipelineLinks:
 
     previous: Link | None = None  # To the previous stage; None on the first stage.
     next: Link | None = None  # To the next stage; None on the last stage.
-    sampled: tuple[Link, ...] = ()  # Links from the last stage to all others, for sampled tokens.
+    # Links over which the last stage sends sampled tokens to all other stages.
+    sampled: tuple[Link, ...] = ()
 
     @staticmethod
     def connect(
@@ -104,7 +105,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Send `tensor` (contiguous) from the first stage to all. Raises `EngineDeadError`."""
+        """Broadcast `tensor` (contiguous) from the first stage. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

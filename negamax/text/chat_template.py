@@ -64,20 +64,9 @@ class ChatTemplate:
             read, self.has_root_role, self.shows_earlier_thinking = self._confined.load()
             self.variables = frozenset(read)
             return
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(
-            format
-        )
         self._defined = dict(variables or {})
         try:
-            self.variables = frozenset(
-                jinja2.meta.find_undeclared_variables(environment.parse(source))
-            )
-            self._template = environment.from_string(source)
+            self.variables, self._template = _compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{origin} has a syntax error in line {error.lineno}: {_shorten(error.message)}",
@@ -209,6 +198,20 @@ class ChatTemplate:
                 hint="check the roles, the contents and chat_template_kwargs of the request",
                 param="messages",
             ) from error
+
+
+@functools.lru_cache(maxsize=4)  # Engines of one process mostly have the same template.
+def _compile(source: str) -> tuple[frozenset[str], jinja2.Template]:
+    """Return the variables that `source` reads, and its template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    parsed = environment.parse(source)
+    variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+    return variables, environment.from_string(parsed)
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:

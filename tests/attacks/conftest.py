@@ -2,9 +2,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import Server, client, http, server, serving, talking
+from tests.e2e.conftest import Server, client, http, serving, talking
 
-__all__ = ["client", "http", "server"]
+__all__ = ["client", "http"]
 
 
 @pytest.fixture(scope="session")

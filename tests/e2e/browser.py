@@ -198,7 +198,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
         chromium(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={folder}",
         "--no-first-run", "--disable-gpu",
         "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-        "--hide-scrollbars",
+        "--hide-scrollbars", "--disable-site-isolation-trials", "--renderer-process-limit=1",
         *(["--no-sandbox"] if os.geteuid() == 0 else []),
     ]  # fmt: skip
     child_in, our_out = os.pipe()

@@ -201,20 +201,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("server", models, indirect=True, scope="session")
 
 
-@pytest.fixture(scope="session")
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Run the shared server of the embedded model, or of the model that the parameter names."""
-    model = getattr(request, "param", None) or MODEL
-    log_file = tmp_path_factory.mktemp("server") / "log"
-    options = ("--served-model-name", MODEL, "--profile-dir", str(log_file.parent / "traces"))
-    with serving(*options, model=model, log_file=log_file) as running:
-        yield running
-        # No test may cause an internal error of the shared server.
-        assert "Traceback" not in running.log
-
-
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with server.openai() as client:

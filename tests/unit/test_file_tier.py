@@ -160,16 +160,10 @@ def test_random_traces_with_files(
 
 def test_random_traces_read_write_and_miss() -> None:
     """Check that random traces read files, write files and miss blocks; else they prove nothing."""
-    limits = make_limits(
-        max_model_len=50,
-        block_size=2,
-        num_blocks=26,
-        num_host_blocks=24,
-        num_file_blocks=120,
-        eos_token_ids=EOS_IDS,
-    )
+    sizes = {"block_size": 2, "num_blocks": 26, "num_host_blocks": 24, "num_file_blocks": 120}
+    limits = make_limits(**sizes, max_model_len=50, eos_token_ids=EOS_IDS)
     rules = {"num_requests": 100, "depth": 1, "trouble": True}
-    pairs = [run_files(limits, seed=seed, **rules) for seed in range(8)]
+    pairs = [run_files(limits, seed=seed, **rules) for seed in range(5)]
     for traces in zip(*pairs, strict=True):  # traces before the restart, then after it
         workers = [worker for trace in traces for worker in trace.workers]
         files = [rank.host.files for trace in traces for rank in trace.scheduler.ranks]

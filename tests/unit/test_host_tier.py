@@ -114,7 +114,7 @@ def test_random_traces_load_and_evict() -> None:
             stores_new_blocks=stores_new,
         )
         rules = {"num_requests": 100, "depth": 1, "trouble": True}
-        traces = [run_trace(limits, seed=seed, **rules) for seed in range(10)]
+        traces = [run_trace(limits, seed=seed, **rules) for seed in range(7)]
         loaded = sum(worker.num_loaded for trace in traces for worker in trace.workers)  # type: ignore[attr-defined]
         hosts = [rank.host for trace in traces for rank in trace.scheduler.ranks]
         assert loaded > 100

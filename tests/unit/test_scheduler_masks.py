@@ -161,7 +161,7 @@ class LateTrace(Trace):
         assert self.scheduler._requests.num_constrained == num_constrained
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     limits=any_limits(), num_ranks=st.sampled_from((1, 1, 2)), seed=st.integers(0, 2**32),
     depth=st.integers(0, 1), trouble=st.booleans(),

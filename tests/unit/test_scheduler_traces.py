@@ -406,7 +406,7 @@ def any_limits(draw: st.DrawFn) -> SchedulerLimits:
     )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     limits=any_limits(), num_ranks=st.sampled_from((1, 1, 2, 3)), seed=st.integers(0, 2**32),
     depth=st.integers(0, 2), trouble=st.booleans(),

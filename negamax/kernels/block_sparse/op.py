@@ -124,7 +124,7 @@ def norm_rope_write(
 
 @dataclass(frozen=True)
 class BlockSparsePlan:
-    """The plan of the reference implementation: metadata of the queries, and the `SparseShape`."""
+    """The plan of the reference implementation: metadata of the queries, and sizes."""
 
     queries: AttentionMetadata
     shape: SparseShape
@@ -142,7 +142,7 @@ class BlockSparsePlan:
 
 
 def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
-    """Check that FP8 output is not requested, and wrap the two arguments."""
+    """Check that FP8 output is not requested, and wrap queries and sizes."""
     assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return BlockSparsePlan(queries, shape)
 
