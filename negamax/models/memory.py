@@ -18,6 +18,7 @@ from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
 _NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # number of an expert in a module name
+_NUMBER = re.compile(r"\.\d+\.")  # number of a layer, or of a block of the vision tower
 ONE_RANK = ParallelLayout()
 Kept = Callable[[TensorFormat], bool]  # returns whether matrices of a format are kept as stored
 
@@ -34,7 +35,7 @@ def dequantized(stored: TensorFormat) -> bool:
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of a model that differ only in their layer number."""
+    """Weights of a model that differ only in the number of their layer or vision block."""
 
     weight: WeightSpec  # The weight of the first of `layers`.
     formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all experts.
@@ -74,7 +75,7 @@ class ModelWeights:
         layers = defaultdict[Hashable, list[int | None]](list)
         for weight, layer, formats in weights:
             beside = joined[layer] if weight.used is not None else ()
-            key = weight.name.replace(f".{layer}.", ".*.", 1), weight.shape, formats, beside
+            key = _NUMBER.sub(".", weight.name), weight.shape, formats, beside
             found.setdefault(key, WeightKind(weight, formats, beside, ()))
             layers[key].append(layer)
         self.kinds = [replace(kind, layers=tuple(layers[key])) for key, kind in found.items()]

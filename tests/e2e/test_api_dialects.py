@@ -36,7 +36,7 @@ from tests.e2e.api_support import (
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 
 THOUGHT_STOP = "\n"  # This text is in the thinking, but not in the content.
-LAST_TOKENS = range(16, 0, -3)  # limits that leave out 1 to 16 of the last tokens
+LAST_TOKENS = range(16, 0, -5)  # limits that leave out 1 to 16 of the last tokens
 CLOCK = {"name": "get_time", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -420,7 +420,7 @@ def test_server_options_set_parser_template_defaults_and_stream_interval(tmp_pat
         on = {"chat_template_kwargs": {"enable_thinking": True}}
         thought, said = post(http, RESPONSES, **GREEDY, input=QUESTION, **on)["output"]
         assert thought["type"] == "reasoning" and "think>" not in said["content"][0]["text"]
-        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 200}
+        body = {"model": MODEL, "messages": QUESTION, "max_tokens": 120}
         thought, said = post(http, MESSAGES, **body, thinking={"type": "adaptive"})["content"]
         assert thought["type"] == "thinking" and "think>" not in said["text"]
 
