@@ -1,4 +1,4 @@
-"""The `negamax` command. If a package is missing, only `negamax doctor` works, and says which."""
+"""The `negamax` command. If a required package is missing, only `negamax doctor` works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from negamax.base.standard_streams import open_missing
 
 
 def main() -> int:
-    """Run the command line; the process's exit code. 130: Ctrl-C, also while it is imported."""
+    """Run the command line, and return the exit code, which is 130 after Ctrl-C."""
     open_missing()
     env.set_openmp_defaults()
     try:

@@ -39,6 +39,7 @@ MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs|the server needs FastAPI"
     "|in this run Triton compiles its kernels for the GPU"
     "|Ray is not installed here|Triton .* is not beside this environment"
+    "|NIXL is (not )?installed here"
     "|no Chromium here|no nginx here|no oneDNN linear here|no network namespaces here"
     "|has no wide cases|its plan depends on lengths that only the host knows"  # of tests/gpu
 )

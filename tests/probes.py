@@ -1,5 +1,10 @@
 import http.client
 import json
+from importlib.util import find_spec
+
+import pytest
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed here")
 
 
 def probe(host: str, port: int, path: str, *, method: str = "GET") -> tuple[int, str]:

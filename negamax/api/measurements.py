@@ -21,7 +21,7 @@ _REJECTIONS = (  # Error codes of refusals with a Retry-After header.
 _EVENTS = ("requests", "tool_calls")
 
 
-# The tables of metrics.toml, which describes them.
+# Tables of metrics.toml, whose comments describe each table.
 METRICS = read_table(__file__, "metrics.toml")
 HISTOGRAMS: dict[str, dict[str, str]] = METRICS["histograms"]
 _BOUNDS: dict[str, list[float]] = {
@@ -64,7 +64,7 @@ class Histogram:
         return family
 
 
-# Names of counters, whose columns follow those of `Lifecycle` and precede those of histograms.
+# Names of counters, whose shared columns are between those of `Lifecycle` and of histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS

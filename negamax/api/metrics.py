@@ -26,10 +26,10 @@ from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.wire import RankStats
 
 _SAMPLE_SECONDS = 1.0  # Interval over which rates are measured.
-_TEXTS: dict[str, str] = METRICS["texts"]  # metric -> help text
-# Counters of copied KV blocks. An entry has a statistics field and vLLM's copy direction.
+_TEXTS: dict[str, str] = METRICS["texts"]  # Metric -> help text.
+# Counters of copied KV blocks: (field of the statistics, vLLM's copy direction).
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
-# Counters of tokens of KV cache in files. An entry has a statistics field and SGLang's name.
+# Counters of KV cache tokens in files: (field of the statistics, SGLang's metric name).
 _FILES = (
     ("num_file_reads", "sglang:prefetched_tokens"),
     ("num_file_writes", "sglang:backuped_tokens"),

@@ -34,7 +34,7 @@ class RequestRecord:
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # as requested; from the start on, as the engine uses them
+    sampling: SamplingParams  # as requested until the start, then as the engine applies them
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
     start: float | None = None  # Time of the request's first engine step.

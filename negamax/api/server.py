@@ -48,7 +48,7 @@ from negamax.options.server import ServerOptions
 logger = get_logger(__name__)
 
 _GC_THRESHOLD = 10_000  # Number of allocated containers that triggers a collection of generation 0.
-# Disables FastAPI's telemetry, which environment variables can enable in new versions.
+# `_NO_TELEMETRY` disables FastAPI's telemetry, which environment variables can enable.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
     make_health_router, make_models_router, make_chat_router, make_completions_router,
@@ -120,7 +120,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
     """Return the socket family and the address to listen on.
 
-    Raises `ConfigError` for an unknown host, and for a host that needs a key but has no key.
+    Raises `ConfigError` for an unknown host, and for a host that needs an API key if there is none.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)
@@ -317,7 +317,7 @@ class HttpServer(LimitedServer):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the key file and the TLS files again. Unusable files have no effect."""
+        """Read the key file and the TLS files again. On an error, keep the old contents."""
         if self._servers is not None:
             self._servers.reload()
         try:

@@ -1,7 +1,7 @@
 """Run an additional server process with `python -m negamax.api.server_worker`.
 
 Process 0 starts this process, and writes engine states and commands to this process's standard
-input. The input ends when process 0 ends. A thread watches the heartbeat of process 0.
+input. Standard input ends when process 0 ends. A thread watches the heartbeat of process 0.
 """
 
 import asyncio

@@ -68,7 +68,7 @@ def set_variable(name: str, value: str) -> None:
 
 
 def set_openmp_defaults() -> None:
-    """Let OpenMP threads sleep at barriers instead of spinning. Keep settings of the user.
+    """Let OpenMP threads sleep at barriers instead of spinning. Keep variables that the user set.
 
     On a busy machine, spinning threads occupy cores that other threads need. Call this function
     before PyTorch is imported, because libgomp reads the variables at import. Child processes
@@ -82,7 +82,7 @@ def set_openmp_defaults() -> None:
 def set_batch_invariant_gemms() -> None:
     """Make CPU GEMM libraries compute the same result for a row in every batch.
 
-    Variables that the user has set are not changed. Libraries read these variables at the first
+    Variables that the user has set are not changed. Libraries read their variables at the first
     GEMM. With AMX, oneDNN's bf16 results depend on the batch size if a matrix has over 32 rows and
     over 256 columns. On Intel processors, MKL's fp32 results depend on the batch size, too.
     """

@@ -98,7 +98,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Writes each record as a JSON object on one line. The record's `fields` become members."""
+    """Writes each record, with its `fields` as members, as a JSON object on one line."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

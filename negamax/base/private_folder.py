@@ -18,7 +18,7 @@ from negamax.base.errors import ResourceError
 _PREFIX = "negamax-"
 _LOCK = "lock"
 _MOST_BYTES = 103  # Longest path of a socket on macOS, in bytes; Linux allows 107 bytes.
-# Longest path of a socket relative to the parent folder, in bytes.
+# Longest path of a socket, relative to the parent of the private folder, in bytes.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
 _SECONDS_TO_LOCK = 10.0  # Age in seconds at which an unlocked folder is removed.
 
@@ -42,7 +42,7 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """Return a writable folder for private folders, whose path is short enough for sockets."""
+    """Return a writable parent folder with a path that is short enough for sockets."""
     preferred = tempfile.gettempdir()
     longest = _MOST_BYTES - _OWN_BYTES
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):

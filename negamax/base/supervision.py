@@ -25,7 +25,7 @@ logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that closed its pipe.
-_LONGEST_LOOK_SECONDS = 1.0  # Most seconds that one call of `Silence.seconds` adds.
+_LONGEST_LOOK_SECONDS = 1.0  # Most seconds that one call of `Silence.seconds` counts.
 _FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; each restart doubles this time.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
@@ -34,7 +34,7 @@ _LAST_WORDS_SECONDS = 1.0  # Time between reporting and killing a hung parent.
 
 class Silence:
     """Measures the seconds since the last heartbeat of a process. One watcher must call `seconds`
-    several times a second. If calls pause, each adds at most `_LONGEST_LOOK_SECONDS`.
+    several times a second. Each call adds at most `_LONGEST_LOOK_SECONDS` of silence.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class RestartPolicy:
 def exit_with_parent() -> None:
     """End this process when its parent has ended. Ignore SIGINT, SIGTERM and SIGHUP from now on.
 
-    Service managers and terminals send these signals to every process; the parent handles them.
+    Terminals and service managers signal every process, but only the parent handles the signals.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

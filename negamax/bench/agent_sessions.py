@@ -31,7 +31,7 @@ class _RecordedStep:
 
     message: dict[str, Any]
     results: tuple[str, ...]  # Text of each tool result.
-    question: str  # Next question of the user, if there are no calls.
+    question: str  # Next question of the user, if the turn has no calls.
 
 
 class AgentSessions:

@@ -31,7 +31,7 @@ class Group:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Return the sequences per step: `num_requests` divided by the number of stages."""
+        """Return the sequences per step, `num_requests` divided by the number of stages."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:

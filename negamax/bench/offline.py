@@ -1,9 +1,9 @@
 """`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size, the command runs four batches. A short batch is not timed, and the next batch
-counts experts. A batch of one output token measures the prefill time, and a batch of `output_len`
-tokens measures decoding. The time per output token is the time of the last batch after all requests
-have their first token, divided by `output_len - 1`.
+For each batch size, the command runs four batches. The first, short batch warms up, and the second
+counts the selected experts. A batch of one output token measures the prefill time, and a batch of
+`output_len` tokens measures decoding. The time per output token is the time of the last batch after
+all requests have their first token, divided by `output_len - 1`.
 
 With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
 steps after long contexts.
@@ -33,7 +33,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# output tokens per request while experts are counted; more than the steps with prompts
+# output tokens per request while experts are counted; exceeds the number of prefill steps
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
@@ -56,7 +56,7 @@ class Repeat:
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
-    """Return the settings that must be equal in two results to compare them."""
+    """Return the settings in which two results must agree to be comparable."""
     return {
         "model": options.model,
         "num_layers": locate(options).spec.num_layers,
@@ -70,7 +70,7 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
 def run(
     options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure all batch sizes with one new engine; return the document. Raises `ConfigError`."""
+    """Measure all batch sizes with a new engine; return the JSON document. Raises `ConfigError`."""
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
             "--cached-prompts needs the prefix cache, which is disabled",
@@ -79,7 +79,7 @@ def run(
     started = time.perf_counter()
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
-    gc.freeze()  # no garbage collection of these objects, as in the engine process
+    gc.freeze()  # exclude these objects from garbage collection, as the engine process does
     split = label(sizes(options))
     say(f"{info.model}, {split} on {info.device}: ready after {start_seconds:.1f} s")
     group = Group(ParallelLayout.of(options.parallel))
@@ -148,7 +148,7 @@ def _warm_up(
     *,
     num_requests: int,
 ) -> float | None:
-    """Run short batches. Return the distinct experts per layer and step, or None if not counted."""
+    """Run short batches. Return the mean number of experts used per layer and step, or None."""
     seen: list[float] = []
 
     def observe() -> None:

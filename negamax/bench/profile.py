@@ -56,7 +56,7 @@ def _kernel_name(kernel: str) -> str:
 
 
 def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
-    """Sum the `times` of `steps` steps by operation, and sort them, longest first."""
+    """Sum `times` by operation, divide by `steps`, and sort by time, longest first."""
     groups: dict[str, list[KernelTime]] = {}
     for kernel in times:
         groups.setdefault(operation_of(kernel.name), []).append(kernel)
@@ -80,7 +80,7 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile decode steps for each batch size; return the document. Raises `ConfigError`."""
+    """Profile decode steps for each batch size; return the JSON document. Raises `ConfigError`."""
     loop, info = start_loop(options)
     try:
         prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)
@@ -112,7 +112,7 @@ def run(
 
 
 def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
-    """Return input and output lengths for `context` tokens at the start of the recording."""
+    """Return input and output lengths that give contexts of `context` tokens after the warm-up."""
     input_len = max(1, context - WARM_UP_STEPS)
     # Outputs are as long as the model allows, because no sequence may end before the recording.
     return {

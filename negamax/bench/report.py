@@ -72,8 +72,8 @@ def gpu_seconds(
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
     """Add to each run of `result` the physical limit of a decode step and the fraction reached.
 
-    Runs with drafts are skipped, because their steps yield several tokens. Engines with pipeline
-    stages or data-parallel ranks are also skipped.
+    Runs with speculative decoding are skipped, because their steps yield several tokens. Engines
+    with pipeline stages or data-parallel ranks are also skipped.
     """
     if label(result) != f"TP{result['tensor_parallel_size']}":
         return
@@ -102,7 +102,7 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """Read the result with the same `conditions` from `file`. Raises `ConfigError`."""
+    """Read the result with these `conditions` from `file`. Raises `ConfigError`."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
         # result files of older versions lack the key cached_prompts

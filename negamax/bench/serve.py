@@ -1,7 +1,7 @@
 """`negamax bench serve`: send a workload to an OpenAI-compatible server and record the answers.
 
 Sessions arrive at the given rate as a gamma process, by default a Poisson process. The turns of a
-session run one after the other. A concurrency limit delays requests. As in vLLM, this delay does
+session run one after the other. A concurrency limit delays requests, but as in vLLM, the delay does
 not count as latency.
 """
 
@@ -29,7 +29,7 @@ from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnRespo
 from negamax.engine.shape import SHAPE
 
 PROBE_CHARS = (64, 4096)  # Characters of two prompts that measure tokens per character.
-# `owned_by` in /v1/models of servers that support continuous_usage_stats.
+# Values of `owned_by` in /v1/models for servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
@@ -50,7 +50,7 @@ class Measurement:
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # Draft tokens counted in the server's /metrics.
     shape: dict[str, Any] | None = None  # Serving shape from /server_info; None if not reported.
-    retokenized: int | None = None  # Tokens of all texts by the tokenizer; None: no tokenizer.
+    retokenized: int | None = None  # Token count of all texts by the tokenizer, if there is one.
 
 
 @dataclass
@@ -122,7 +122,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 
 def _count_again(options: BenchOptions, records: Sequence[ResponseRecord]) -> int | None:
-    """Return the tokens of all answers' texts by the tokenizer, or None without --tokenizer."""
+    """Count the tokens of all answers with the tokenizer, or return None without --tokenizer."""
     if options.tokenizer is None:
         return None
     encode = _tokenizer(options.tokenizer).encode
@@ -411,9 +411,9 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """Yield the start times of sessions in seconds. The gaps have a gamma distribution.
+    """Yield start times of sessions in seconds. Gaps are gamma-distributed with mean 1 / rate.
 
-    The mean gap is 1 / rate. A burstiness of 1 gives a Poisson process; lower values give bursts.
+    A burstiness of 1 gives a Poisson process; lower values give bursts.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:

@@ -106,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # False: an answer without a request
+        self._keep = self._keep and self._sink is not None  # without a sink, no request is open
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -146,7 +146,7 @@ class ResponseRecord:
     session: int
     started: float = 0.0
     ended: float = 0.0  # Time of the last chunk with a choice, or of the failure.
-    # Arrival time of each chunk with new output.
+    # `arrivals`: time of each chunk with new output.
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     # reported number of output tokens at each arrival; 0 if not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -212,10 +212,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `ResponseRecord`. `collect` also stores the message.
+    """Reads a streamed answer into `record`, and with `collect` also into `message`.
 
-    With `running_usage`, a chunk has output if its reported token count is higher than before. If
-    there is no count, a chunk with text, reasoning, a tool call or token ids has output.
+    With `running_usage`, a chunk has output if its reported token count is higher than before. A
+    chunk without a token count has output if it has text, reasoning, a tool call or token ids.
     """
 
     def __init__(
@@ -460,7 +460,7 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            # fresh: the server has closed the reused connection, so try another connection
+            # fresh: the server closed the reused connection without an answer, so try another one
             except ExchangeError as error:
                 if not error.fresh:
                     raise
@@ -486,6 +486,6 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio joins the errors of addresses
+    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio joins the addresses' errors
     refused = several or isinstance(error, ConnectionRefusedError)
     return "connection refused" if refused else "no connection"

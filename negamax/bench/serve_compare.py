@@ -55,9 +55,9 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` if `results` have different serving shapes. The error lists the fields.
+    """Raise `ConfigError` if servers of `results` have different settings, which it lists.
 
-    Results of other servers have no shape and are accepted.
+    Results of other servers have no settings and are accepted.
     """
     shapes = [shape for result in results if isinstance(shape := result.get(SHAPE), dict)]
     fields = sorted({key for shape in shapes for key in shape} - {HASH})

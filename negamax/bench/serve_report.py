@@ -171,7 +171,7 @@ def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, in
 
 
 def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
-    """Return the output tokens in each second of the run, split equally over chunks."""
+    """Return the output tokens in each second; all chunks of an answer count equally."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:

@@ -77,7 +77,7 @@ class TextScale:
     overhead: int = 0  # tokens of an empty prompt, for example from a chat template
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
-        """Convert tokens to characters. For a `whole_prompt`, `overhead` is subtracted first."""
+        """Convert tokens to characters. For a `whole_prompt`, subtract `overhead` tokens first."""
         num_tokens -= self.overhead if whole_prompt else 0
         return max(1, round(num_tokens / self.tokens_per_char))
 
@@ -116,7 +116,7 @@ class Prompts:
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
-        """Make a part of a prompt. The method `turn` concatenates parts."""
+        """Make a part of a prompt, which the method `turn` concatenates."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
         if not num_tokens:
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Use `num_prompts` requests in order, repeated if needed. Warm up with the last requests."""
+    """Time `num_prompts` requests in order, repeated if needed. Warm up with the last requests."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

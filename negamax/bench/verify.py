@@ -27,7 +27,7 @@ from negamax.bench.verify_checks import (
 
 MAX_ATTEMPTS = 10  # Maximum attempts per request, as in MiniMax's published suite.
 SHOWN_FAILURES = 5  # Maximum failures that the report shows per row.
-# Report row -> minimum pass rate in MiniMax's published suite. Other rows allow no failure.
+# Report row -> minimum pass rate in MiniMax's suite; rows that are not listed allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
 _CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent to the server
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
@@ -239,7 +239,7 @@ def _find_thinking(option: str, model: str) -> str:
 
 
 def _convert(message: Any) -> Any:
-    """Convert the role and the reasoning fields of a message in a case file to the API's."""
+    """Convert the role and the reasoning fields of a message in a case file to those of the API."""
     found = dict(message)
     found["role"] = "system" if message["role"] == "_input" else message["role"]
     texts = [found.pop(name, None) for name in ("reasoning", "reason")]

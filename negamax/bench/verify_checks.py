@@ -157,11 +157,11 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     if len(names) > rules.get("most_calls", len(names)):
         raise CheckFailure(f"the answer has {len(names)} calls; allowed: {rules['most_calls']}")
     if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:
-        raise CheckFailure(f"arguments are {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
+        raise CheckFailure(f"arguments: {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
 
 
 async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
-    """Check the keys of a tool in the prompt from vLLM's routes /tokenize and /detokenize."""
+    """Check the order of a tool's keys in the prompt, with the routes /tokenize and /detokenize."""
     asked = {"model": probe.model, "messages": body["messages"], "tools": body["tools"]}
     try:
         tokens = read_object(await exchange(probe.client, "POST", "/tokenize", asked)).get("tokens")
@@ -190,7 +190,7 @@ async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
         if answer.reasoning and (details or thinking == "forced"):
             name = "completion_tokens_details.reasoning_tokens"
             if not 0 < answer.count(name) <= output:
-                raise CheckFailure(f"{name} is {answer.count(name)} of {output}")
+                raise CheckFailure(f"{name} is {answer.count(name)}; allowed: 1 to {output}")
     if whole.count("prompt_tokens") != streamed.count("prompt_tokens"):
         raise CheckFailure("prompt_tokens of the answers with and without streaming differ")
     with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]

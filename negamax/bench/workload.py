@@ -21,9 +21,9 @@ class BatchTimes:
 
     ttft: tuple[float, ...]  # Time of the first token of each request.
     seconds: float  # Seconds from the start of the batch to its last token.
-    # Duration of each step after all requests have their first token.
+    # `steps`: duration of each step after all requests have their first token.
     steps: tuple[float, ...]
-    # seconds in which the GPU was busy and was idle while decoding; 0 and 0 if not measured
+    # seconds in which the GPU was busy, and was idle, while decoding; both 0 if not measured
     busy: float
     idle: float
     # number of prompt tokens found in the prefix cache; above 0 makes the measurement invalid

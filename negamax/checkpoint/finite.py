@@ -20,7 +20,7 @@ from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
 _MAX_NAMED = 5  # A message lists at most this number of tensors.
-# NaN and infinity have all exponent bits set. E4M3FN has no infinity, and NaN is 0x7F or 0xFF.
+# `_SPECIAL_BITS`: exponent bits that NaN and infinity set. In E4M3FN only 0x7F and 0xFF are NaN.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -69,7 +69,7 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Record a part of the matrix `name`. `zeros` is None if the part has a nonzero value."""
+        """Record whether a part of the matrix `name` has only zeros (`zeros` is not None)."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
@@ -112,7 +112,7 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 
 
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
-    """Check `values`, read from `entry` to the CPU, with the role `role` in the format `stored`.
+    """Check `values` (on the CPU) of `entry`, which has the role `role` in the format `stored`.
 
     Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """
@@ -179,7 +179,7 @@ def find_non_finite(values: Tensor) -> Tensor:
 
 
 def _largest_exponent(values: Tensor) -> Tensor:
-    """Return the bits of the largest exponent, [] integer. NaN and infinity set all these bits.
+    """Return the bits of the largest exponent, [] integer. NaN and infinity set all exponent bits.
 
     This function is several times as fast as `find_non_finite(values).any()`.
     """

@@ -33,7 +33,7 @@ class ZeroMatrix(NamedTuple):
 def is_zero(values: Tensor) -> bool:
     """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0.
 
-    The result is False for an empty tensor. The first row is checked first.
+    The result is False for an empty tensor. For speed, the first row is checked first.
     """
     data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
     return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())

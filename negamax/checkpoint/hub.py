@@ -143,8 +143,8 @@ def resolve_model(
 
 
 def _named(folder: Path, *, subfolder: str | None) -> list[str]:
-    """Return name patterns for the file of the QuaRot rotation, which a draft model reads, and for
-    the files in `subfolder`.
+    """Return name patterns of more files to download: the QuaRot rotation, which a draft model
+    reads, and the files in `subfolder`.
     """
     config = folder / "config.json"
     rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None

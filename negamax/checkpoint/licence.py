@@ -1,4 +1,4 @@
-"""Messages about a download: the client's errors, and the licence of the model.
+"""Messages about a download: errors of the hub's client, and the licence of the model.
 
 `_LIMITS` summarizes restrictions of licences. Only the licences themselves are binding.
 """

@@ -115,7 +115,7 @@ def _client() -> Any:
 
 
 def _is_current(path: Path, file: Any) -> bool:
-    """Return whether the local file has the size of ModelScope's file and is not older.
+    """Return whether the local file has the size of ModelScope's file and is at least as new.
 
     ModelScope updates the snapshot of a branch in place. Comparing hashes would take minutes.
     """
@@ -128,7 +128,7 @@ def _is_current(path: Path, file: Any) -> bool:
 def _licence(api: Any, model: str) -> str | None:
     try:
         found: str | None = api.get_repo(model, "model").license
-    except Exception:  # the download reports the error
+    except Exception:  # the download will report the same error
         return None
     return found
 

@@ -47,7 +47,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # Index in each leading dimension of `entry`.
     start: tuple[int, ...] = ()  # Offset in each other dimension of `entry`; (): all 0.
-    # The shape that a tensor of role SHAPE must contain; None: the shape of the slot's matrix.
+    # `matrix`: shape that a tensor of role SHAPE must contain; None: shape of the slot's matrix.
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
@@ -61,7 +61,7 @@ class SourceTensor:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """Check the values `found` of a matrix of `shape` with `check_entries`."""
+        """Check `found`, the ranges `part` of a matrix of `shape`, with `check_entries`."""
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
@@ -110,7 +110,7 @@ class Move:
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, SourceTensor, tuple[range, ...]]]:
-        """Yield each tensor with the ranges to read, one per dimension of its format."""
+        """Yield each tensor with the ranges to read, one per dimension of the stored tensor."""
         if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
@@ -379,7 +379,7 @@ def _join(
 
 
 def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors that store the matrix of `slot` in the format `held`, by full name."""
+    """Return the tensors that store the matrix of `slot` in format `held`; keys are full names."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
@@ -420,7 +420,7 @@ class _Problems:
         num_layers: int,
         is_empty: bool,
     ) -> None:
-        """Raise `CheckpointError` for mismatches. The error lists at most ten of each kind."""
+        """Raise `CheckpointError` if there are mismatches; list at most ten of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])

@@ -151,7 +151,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             handle.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """Return the data of `entry` on the CPU, or of the part `region` (a range per dimension).
+        """Return on the CPU the data of `entry`, or of its part `region` (a range per dimension).
 
         Raises `CheckpointError` if the file cannot be read.
         """
@@ -394,7 +394,7 @@ def _entry(
         not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, end))
         or end < start
     ):
-        raise ValueError(f"{name} has invalid shape {list(shape)} or bytes {start} to {end}")
+        raise ValueError(f"{name} has invalid shape {list(shape)} or byte range {start}-{end}")
     if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(
             f"{name} of shape {list(shape)} and dtype {dtype} cannot have {end - start} bytes"

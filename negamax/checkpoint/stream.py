@@ -53,7 +53,7 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A part of a tensor to read. All moves of a matrix to quantize share the part."""
+    """A part of a tensor to read. Moves of a matrix that the loader quantizes share one part."""
 
     moves: list[int]  # indices of the moves that need the part
     stored: StoredTensor
@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """Return functions that return the parts of the moves that `found` completes."""
+        """For each move that `found` completes, return a function that returns the move's parts."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
@@ -202,7 +202,7 @@ class _Stream:
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
-        for one in found:  # keep parts of incomplete moves: the buffer is reused
+        for one in found:  # copy parts of incomplete moves, because the buffer is reused
             there = self._there.get(one.wanted.moves[0], [])
             for place, other in enumerate(there):
                 if other.wanted is one.wanted:
@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the ranges `part` of a tensor. `found` contains the ranges `whole` of the tensor."""
+    """Return the ranges `part` of a tensor from `found`, which contains its ranges `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)
@@ -285,7 +285,7 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
-    """Yield the pieces to read, in order.
+    """Yield the pieces to read, layer by layer and in file order.
 
     In each layer, the scales of matrices to dequantize are first. Scales are small, so they can
     wait in memory for the values.

@@ -1,7 +1,7 @@
 """Synthetic weights: random weights for a model of any size, without a checkpoint.
 
 A model's family defines the distribution of each tensor (`models/<family>/init.py`). Experts of a
-layer are drawn together, a few hundred MB at a time. Other tensors are drawn one by one. The values
+layer are drawn together, a few hundred MB at a time, and other tensors one by one. The values
 depend only on the seed and the tensor's name. A rank draws whole tensors and keeps its part, so the
 model is the same for every tensor-parallel size. A CPU and a GPU draw different weights.
 """
@@ -29,7 +29,7 @@ from negamax.models.registry import import_init
 # Constants of random E4M3 weights with block scales. `weight_only/draw.py` draws other formats.
 VALUE_STD = 90.0  # Standard deviation of random E4M3 values; the E4M3 maximum is 448.
 SCALE_SPREAD = 0.1  # Standard deviation of random scales, relative to their mean.
-# Maximum random elements per draw. The weights depend on it, as each draw has its own seed.
+# Maximum random elements per draw. Other values change the weights: each draw has its own seed.
 DRAW_ELEMENTS = 2**27
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

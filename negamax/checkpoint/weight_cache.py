@@ -3,7 +3,7 @@
 Each rank has one safetensors file, which it reads from start to end. The file contains the bytes of
 the parameters in model order. The file's header contains a CRC-32 per chunk and a key (`_key`),
 which identifies the source. CRC-32 detects damage by disks and transfers, and is several times as
-fast as a cryptographic hash. If the key differs, the file is stale. The rank then loads the
+fast as a cryptographic hash. If the key differs, the file is stale, and the rank loads the
 checkpoint and replaces the file. A writer gives the file its final name when the file is complete.
 """
 
@@ -109,7 +109,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
 def _key(
     slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
 ) -> dict[str, str]:
-    """Return the parts of a file's key by name. For a stale file, the log lists changed parts."""
+    """Return the fields of a cache key. If the file is stale, the log lists the changed fields."""
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {
@@ -136,7 +136,7 @@ def _place(slot: WeightSlot) -> str:
 
 
 def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
-    """Return the bytes of each parameter ([bytes] uint8) by the name of its first slot."""
+    """Map the name of each parameter's first slot to the parameter's bytes ([bytes] uint8)."""
     blocks: dict[str, Tensor] = {}
     seen: set[int] = set()
     for slot in slots.values():
@@ -248,7 +248,7 @@ class _CacheFile:
         return struct.pack("<Q", size) + text.ljust(size)
 
     def _read_header(self, stream: FileIO) -> tuple[int, list[str], str]:
-        """Return the start of the data in bytes, the names of absent tensors and the checksums."""
+        """Return the byte at which data starts, the names of absent tensors and the checksums."""
         try:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > MAX_HEADER_BYTES:

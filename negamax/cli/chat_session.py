@@ -126,7 +126,7 @@ class ChatSession:
     def answer(self, view: ChatView) -> None:
         """Generate the next message, and show the message as it arrives.
 
-        If the backend refuses, or the answer stops without content, drop the user's message.
+        If the backend refuses the request, or the answer has no content, drop the user's message.
         """
         shown, clock = view.answer(), _Clock(time.monotonic())
 

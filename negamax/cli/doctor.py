@@ -80,7 +80,7 @@ def command(
 
 
 def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the findings of `doctor_probe`, or an error message in their place."""
+    """Return the findings of `doctor_probe`, or a dictionary with an error message."""
     try:
         output, errors = child.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:

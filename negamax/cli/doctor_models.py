@@ -67,7 +67,7 @@ def verdicts(machine: Machine) -> list[ModelVerdict]:
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """Return the verdict for the model `name`. Mention its download if the disk lacks space."""
+    """Return the verdict for the model `name`, which also states if its download is too large."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)
@@ -155,7 +155,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
 
 
 def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
-    """Return whether these GPUs can use a published model's weights in their stored format."""
+    """Return whether all `gpus` can use a published model's weights in their stored format."""
     scheme = detect(spec.quantization)
     return scheme is not None and all(
         is_kept(stored, gpu.platform) for stored in scheme.formats for gpu in gpus
@@ -163,7 +163,7 @@ def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
 
 
 def _refusal(gpus: Sequence[Gpu]) -> str | None:
-    """Return why the engine does not run on one of these GPUs, or None."""
+    """Return why the engine does not run on one of `gpus`, or None."""
     for gpu in gpus:
         try:
             gpu.platform.check(fp8_cache=False)

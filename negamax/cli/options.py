@@ -31,7 +31,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {unit + "i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 _COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
-# choices of options that the model families define
+# option -> values that the model families define
 _CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 
 _CONFIG = "Read options from this TOML file. Flags and NEGAMAX_... variables override the file."
@@ -54,7 +54,7 @@ def add_options(
     A dataclass parameter becomes one option per field. A command with `EngineOptions` also has
     MODEL, --model and the options of other servers. Without `needs_model`, the model is optional.
     With `explains`, the command has --config and --explain; the latter calls `check`. `defaults`
-    replaces default values. `foreign` selects the foreign options of a command without a model.
+    replaces default values. `foreign` selects other servers' options if the command has no model.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -157,7 +157,7 @@ def _hardware(
 def _lengths(
     input_len: int | None, output_len: int | None, engine: EngineOptions, spec: ModelSpec
 ) -> tuple[int, int]:
-    """Return the tokens of prompts and answers. Raises `ConfigError` if a request is too long."""
+    """Return prompt and answer length in tokens. Raises `ConfigError` if a request is too long."""
     asked = engine.max_model_len
     context_length = asked or spec.max_position_embeddings
     left = context_length - output_len if output_len else context_length // 2
@@ -172,7 +172,7 @@ def _lengths(
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout], Drafts | None]:
-    """Return the model, the layouts of split files, and draft tokens. Raises `ConfigError`."""
+    """Return model, layouts of a split checkpoint, and draft settings. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -315,7 +315,7 @@ def _best(plan: Plan) -> dict[str, Candidate | None]:
 
 
 def _ordered(plan: Plan) -> list[Candidate]:
-    """Return all candidates, with the two best first."""
+    """Return all candidate topologies, with the two best first."""
     best = [each for each in _best(plan).values() if each is not None]
     return list(dict.fromkeys([*best, *plan.candidates]))
 

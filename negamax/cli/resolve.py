@@ -2,7 +2,7 @@
 
 An option's value comes from the first of these sources that sets the option: its flag,
 `NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. `Resolved`
-contains the words for typer and the source of each value. The words use one name per option.
+contains the completed command line, with one name per option, and the source of each value.
 """
 
 import itertools
@@ -40,7 +40,7 @@ _BOOLEANS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 _MODEL_NAMES = ("--model", "--model-path")
 _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 _OTHER_SERVERS = ("VLLM_", "SGLANG_", "SGL_", "ATOM_", "AITER_", "HCCL_", "LMCACHE_")
-# Variables of other servers that Negamax reads without an option.
+# Environment variables of other servers that Negamax reads without an option.
 _READ_LATER = (
     "VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
 )  # fmt: skip
@@ -50,7 +50,7 @@ _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP|SC
 
 @dataclass(frozen=True)
 class OptionValue:
-    """An option's words for typer, and their source: a flag, a variable or a key of a file."""
+    """An option as command-line words, and its source: a flag, a variable or a key of a file."""
 
     words: tuple[str, ...]
     source: str
@@ -268,7 +268,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Return each option's words from the last level that sets it, or from all if they add up."""
+    """Return each option's value from its last source in `levels`, or from all if values add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -29,8 +29,8 @@ def read_common(
 ) -> dict[str, Any]:
     """Read the fields that every config.json has, as fields of `ModelSpec`. Raises `ConfigError`.
 
-    If config.json states no rotary dimension, all head dimensions are assumed to rotate. Without
-    `rotates_fully`, this assumption is added to `notes`.
+    If config.json states no rotary dimension, all head dimensions are assumed to rotate, and
+    `notes` gets this assumption unless `rotates_fully` is set.
     """
     sizes = {name: read_size(config, key) for key, name in _TABLES["sizes"].items()}
     rope_notes: list[str] = [] if rotates_fully else notes

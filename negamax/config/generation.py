@@ -35,7 +35,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # End tokens of the tokenizer, then others.
+    eos_token_ids: tuple[int, ...]  # End tokens of the tokenizer, then those of other files.
     warning: str | None = None  # Log line; None: the files agree about end tokens.
 
 
@@ -77,7 +77,7 @@ def check_override(override: Mapping[str, Any]) -> None:
 def _join_ends(
     sampling: SamplingDefaults, found: Mapping[str, tuple[int, ...]]
 ) -> GenerationDefaults:
-    """Merge the end tokens in `found` (source -> ids). Set a warning if the sources differ."""
+    """Merge the end tokens in `found` (source -> ids). Store a warning if the sources differ."""
     own = found.get("the tokenizer", ())
     every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
     # skip default ids of config classes: some exporters write them instead of the real end token
@@ -101,7 +101,7 @@ def _list_ids(ids: Sequence[int]) -> str:
 def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) -> tuple[int, ...]:
     """Read the ids of the tokenizer's eos_token and of `turn_end` from the tokenizer's files.
 
-    Files that transformers 5 wrote contain these ids in tokenizer.json only.
+    If transformers 5 wrote the files, only tokenizer.json contains the ids.
     """
     listed: list[tuple[str | None, object]] = []  # (text, id) of added tokens
     texts = {turn_end}

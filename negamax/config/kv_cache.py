@@ -1,7 +1,7 @@
 """Descriptions of the KV caches of layers, and their sizes in bytes.
 
 A block stores `block_size` tokens in every cache of every layer, under the same block number. A
-hash of these tokens identifies the block's content (`scheduler/prefix_cache.py`).
+hash of the block's tokens identifies its content (`scheduler/prefix_cache.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# computed time per layer to shard index keys (H200): an exchange, and index queries of all heads
+# calculated time that sharding index keys adds per layer (H200): exchange, queries of all heads
 _SHARDING_SECONDS = 4.5e-6
 _BYTES_PER_SECOND = 4.25e12  # assumed bandwidth of reading index keys on an H200
 
@@ -32,7 +32,7 @@ class KvCacheSpec:
     block_tokens: int = 1  # The block size must be a multiple of this number.
     replicated: bool = False  # Whether every rank stores all heads.
     is_sharded: bool = False  # Whether rank r of n stores only blocks b with b % n = r.
-    # Number n of ranks that store one head together. If n > 1, rank r of n stores a padding block,
+    # Number n of ranks that share each head. If n > 1, rank r of n stores one padding block,
     # followed by the blocks b with b % n = r.
     holders: int = 1
     is_index: bool = False  # Whether the cache stores index keys of top-k block selection.
@@ -97,7 +97,7 @@ def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> N
 def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
     """Return the number of tokens above which sharded index keys make a decode step faster.
 
-    The tokens of all sequences of the step are counted. At this number, the exchange
+    The tokens of all sequences of the step are counted. At the returned number, the exchange
     between ranks takes as long as reading the index keys of other ranks.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)
@@ -117,7 +117,7 @@ def shards_index(
 
 
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:
-    """Return the bytes of a block on each of `ranks`, summed over all layers."""
+    """Return the bytes of a block per rank if `ranks` ranks store it, summed over all layers."""
     return sum(
         cache.block_bytes(block_size, dtype=dtype, ranks=ranks)
         for layer in caches

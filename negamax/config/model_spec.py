@@ -31,7 +31,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
     vision: VisionSpec | None = None  # None if the model does not read images.
-    # Log messages about fields of config.json that are ignored or assumed.
+    # `notes`: log messages about fields of config.json that are ignored or assumed.
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     # whether decode context parallelism can shard the KV caches of the family

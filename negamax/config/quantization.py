@@ -15,7 +15,7 @@ MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.js
 
 _OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method.
 PROVENANCE = "negamax_conversion"  # Key in config.json under which a conversion is recorded.
-# Path of keys in ModelSlim's description to the file name of the rotation.
+# Keys that lead to the file name of the rotation in ModelSlim's description.
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
@@ -103,7 +103,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
     Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
-    alternative. To match such a repeated group may take exponential time.
+    alternative, because a match of such a group may take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)

@@ -1,6 +1,6 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-An interrupted conversion can be resumed, and complete files are kept. The conversion writes
+An interrupted conversion can be resumed, and keeps its complete files. The conversion writes
 config.json last, because a folder without config.json is not used as a checkpoint.
 """
 
@@ -80,7 +80,7 @@ class Conversion:
 
 
 def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> Source:
-    """Write the converted checkpoint, and return the source.
+    """Write the converted checkpoint, and return its source.
 
     Raises `ConfigError` if the conversion would round weights twice or change nothing, or if the
     destination cannot be used. Raises `ResourceError` if the disk is too small, and
@@ -300,8 +300,7 @@ def _check_path(source: Source, conversion: Conversion) -> None:
         )
     if is_same and is_split_so:
         raise ConfigError(
-            f"{conversion.model} is already {target.name}, so there is nothing to convert",
-            hint=hint,
+            f"{conversion.model} is already {target.name}: there is nothing to convert", hint=hint
         )
     _check_rounding(source.linear, conversion)
 
@@ -437,7 +436,7 @@ def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any])
 def _with_vision(
     whole: Mapping[str, Any], text: dict[str, Any], *, is_same: bool
 ) -> dict[str, Any]:
-    """Return the vision-language config.json `whole` with the text model `text`.
+    """Return config.json `whole` of a vision-language model with `text` as text_config.
 
     `is_same` is true if the conversion does not change the quantization.
     """

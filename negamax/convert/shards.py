@@ -1,9 +1,9 @@
 """Checkpoints that are split for ranks. Each rank has files with its part of every tensor.
 
-A part consists of whole entries of its format. The size of a part is a multiple of one unit in both
-dimensions, so parts are large enough for every kind of device. If two ranks need rows or columns of
-the same entry, both ranks store this entry. If a rank does not read a tensor, the rank's files list
-the tensor with size 0, because the loader reports unlisted tensors as missing.
+A part never splits an entry, such as a scale that several weights share. In both dimensions, a part
+begins and ends at multiples of `TensorFormat.width_unit`, so every kind of device can use it. If
+two ranks need rows or columns of an entry, both store it. If a rank reads no part of a tensor, its
+files list the tensor with size 0, because the loader reports unlisted tensors as missing.
 """
 
 import json
@@ -33,7 +33,7 @@ class Shard:
     """The part of a checkpoint that a rank stores."""
 
     layout: ParallelLayout | None = None  # None if the checkpoint is not split.
-    # Slot name -> region that the rank stores; None: the rank stores all tensors in full.
+    # `regions`: slot name -> region that the rank stores; None: this rank stores all tensors whole.
     regions: Mapping[str, Parts] | None = None
 
     def file_name(self, number: int, count: int) -> str:

@@ -91,7 +91,7 @@ class Weight:
         return tensors
 
     def is_zero(self, reader: CheckpointReader) -> bool:
-        """Return whether all bytes of the matrix's values are 0. The first row is checked first."""
+        """Return whether all bytes of the matrix's values are 0."""
         stored, source = self.move.tensors[0]
         rows, columns = map(range, stored.shape(self.shape))
         parts = ((rows[:1], columns), (rows, columns))

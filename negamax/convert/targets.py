@@ -1,7 +1,7 @@
 """Targets of `negamax convert --to`, which targets.toml lists.
 
-A target defines the quantization config that the conversion writes to config.json. The package
-`quantization` reads the format of each module from this config. This module does not import torch.
+A target defines the quantization config that the conversion writes to config.json, and from which
+the package `quantization` reads the format of each module. This module does not import torch.
 """
 
 from collections.abc import Mapping

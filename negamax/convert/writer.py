@@ -95,7 +95,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
 
 class ConversionRecord:
-    """Sizes and CRC-32 of complete files in `folder`. A resumed conversion keeps these files."""
+    """Sizes and CRC-32 of complete files in `folder`, which a resumed conversion keeps."""
 
     NAME = "negamax_conversion.json"
 

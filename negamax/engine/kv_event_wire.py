@@ -26,7 +26,7 @@ class BlockStored(KvEvent, kw_only=True):
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # By block: [cache salt] if it starts a chain.
+    extra_keys: list[list[str] | None] | None = None  # Per block: [cache salt] if first in a chain.
     group_idx: int
     kv_cache_spec_kind: str
 

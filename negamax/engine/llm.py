@@ -67,7 +67,7 @@ class LLMOptions(EngineOptions):
 def _takes_fields_of(
     options: Callable[P, LLMOptions],
 ) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
-    """Give an `__init__` a dataclass's parameters in the eyes of type checkers and editors."""
+    """Let type checkers and editors see a dataclass's fields as the parameters of `__init__`."""
 
     def decorate(init: Callable[[LLM, LLMOptions], None]) -> Callable[Concatenate[LLM, P], None]:
         def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -102,7 +102,7 @@ class LLM:
             )
         if options.kv_transfer is not None:
             raise ConfigError(
-                "--kv-transfer-config is set, but `LLM` cannot exchange KV caches with engines",
+                "--kv-transfer-config is set, but `LLM` cannot exchange KV caches",
                 hint="omit the option, or use `negamax serve`",
             )
         engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}
@@ -219,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion. Tool calls are parsed if `tools` or calls in `messages` exist."""
+        """Parse a completion. Tool calls are parsed if `tools` are set or `messages` have calls."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [

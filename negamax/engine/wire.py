@@ -64,7 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # Size of a KV block in main memory, in bytes, summed over ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
-    transfer: TransferInfo | None = None  # None: no exchange of prompts.
+    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None: images are refused.
 
 
@@ -75,7 +75,7 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
-        """Sum the statistics of several engines; `balancedness` is the smallest value."""
+        """Sum the statistics of several engines, but take the smallest `balancedness`."""
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -120,7 +120,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_failed_prefills: int = 0  # Number of requests whose remote prompts did not arrive.
     num_local_prefills: int = 0  # Number of requests that use no other engine.
     num_pulled_blocks: int = 0  # Number of KV blocks read from other engines.
-    num_expired_leases: int = 0  # Number of prompts for other engines that were not read in time.
+    num_expired_leases: int = 0  # Number of prompts that other engines did not read in time.
     num_leases: int = 0  # Number of prompts kept for other engines.
 
 
@@ -136,7 +136,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Return statistics by rank. Requests without a rank count for the first rank."""
+        """Return statistics by rank. The first rank includes requests without a rank."""
         return self.ranks or (self,)
 
 
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines, and drop `ranks`. Return a single entry unchanged."""
+    """Sum statistics of several engines without `ranks`; return those of one engine unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -287,7 +287,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start or had to stop. The command should exit with `exit_code`."""
+    """The engine could not start or had to stop. The server should exit with `exit_code`."""
 
     message: str
     exit_code: int

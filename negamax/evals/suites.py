@@ -25,7 +25,7 @@ SUITES["nano-vision"] = 400  # questions about images
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
 GSM8K = "gsm8k"
 GSM8K_ADDRESS = "hf://datasets/openai/gsm8k/main/test-00000-of-00001.parquet"
-MAX_TOKENS = {GSM8K: 16_384}  # suite -> maximum output tokens; others: `MOST_TOKENS`
+MAX_TOKENS = {GSM8K: 16_384}  # suite -> maximum output tokens, instead of `MOST_TOKENS`
 MOST_TOKENS = 1024
 _STEPS = {
     "role": "system",
@@ -57,8 +57,8 @@ class Problem:
         """Return whether an answer, with its `content` and `calls`, is correct.
 
         Calls must equal the expected calls in names, order, values and JSON types. In arithmetic,
-        the last integer must be the answer, and in GSM8K the last number. In retrieval, a short
-        text must contain the answer.
+        the last integer must be the answer, and in GSM8K the last number. In retrieval, the text
+        must be short and contain the answer.
         """
         if self.calls is not None:
             expected = [(each["name"], each["arguments"]) for each in self.calls]
@@ -159,7 +159,7 @@ def _read_rows(file: Path) -> Iterator[Any]:
 
 
 def check_can_read(address: str) -> None:
-    """Raise `InvalidRequestError` if `address` is a Parquet file and its reader is missing."""
+    """Raise `InvalidRequestError` if `address` is a Parquet file and pyarrow is missing."""
     if address.endswith(".parquet") and find_spec("pyarrow") is None:
         raise InvalidRequestError(
             f"{address} is a Parquet file, which needs the package pyarrow",

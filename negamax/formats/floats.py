@@ -1,4 +1,4 @@
-"""Formats of unquantized, FP8 and FP4 values, with the tensor names that tools write.
+"""Formats of unquantized, FP8 and FP4 values, with the tensor names that quantization tools write.
 
 NVFP4 has E2M1 values, an E4M3 scale per 16 columns and one scale per matrix. MXFP4 has E2M1 values
 and MXFP8 has E4M3 values. In the OCP Microscaling formats MXFP4 and MXFP8, 32 columns share a
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: half the value of the same E4M3 bits; 0x80 is NaN.
+E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: a byte has half of its E4M3 value; 0x80 is NaN.
 E4M3_MAX = 448.0  # Largest value of E4M3, which has no infinity.
 E4M3_GROUP = 128  # One scale for 128 columns of activations, or for 128 x 128 weights.
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
@@ -136,7 +136,7 @@ def nvfp4(
     """Return the format of E2M1 values with an E4M3 scale per 16 columns and one per matrix.
 
     `global_scale` is the tensor name of the scale of the matrix. The E4M3 scales are multiplied by
-    this scale, or divided if `divides` is set.
+    the global scale, or divided if `divides` is set.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),

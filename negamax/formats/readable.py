@@ -28,7 +28,7 @@ def reads_packed(stored: TensorFormat) -> bool:
 
 
 def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Return whether weights with row scales and activations with token scales are `element`."""
+    """Return whether weights (row scales) and activations (token scales) are `element`."""
     return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 

@@ -1,8 +1,9 @@
 """`TensorFormat` describes the tensors that a checkpoint stores for one matrix [rows, columns].
 
 Along each dimension, one entry of a stored tensor covers a fixed number of rows or columns of the
-matrix. The loader, the layers and the synthetic weights use these numbers to compute shapes, shards
-of ranks and parts of fused matrices. `kernels.quantize.stored` reads and writes entries.
+matrix. The loader, the layers and the synthetic weights compute shapes, shards of ranks and parts
+of fused matrices from rows and columns per entry. `kernels.quantize.stored` reads and writes
+entries.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Dim:
         return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
 
     def part(self, region: Region) -> range:
-        """Return the range of entries for the part `region`, which must start at an entry."""
+        """Return the range of entries for `region` of the matrix, which starts at an entry."""
         if self.axis is Axis.FIXED:
             return range(self.unit)
         part = region[self.axis.value]
@@ -129,7 +130,7 @@ class StoredTensor:
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Return this tensor in a fused parameter. A scalar per matrix is repeated for each row."""
+        """Describe this tensor in a fused parameter, where each row repeats a matrix's scalar."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -207,8 +208,8 @@ class TensorFormat:
     def stacks(self) -> bool:
         """Whether several matrices of this format can be stacked into one.
 
-        Each kept tensor must have a dimension over the rows. The dtypes of a tensor must be floats
-        or equal in size.
+        Each kept tensor must have a dimension over the rows. If a tensor may have several dtypes,
+        all must be floats or equal in size.
         """
         held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(
@@ -228,7 +229,7 @@ class TensorFormat:
 
     @property
     def width_unit(self) -> int:
-        """Unit for splitting a width: the rows of one matrix and the columns of the next."""
+        """Unit for splitting a width (the rows of one matrix and the columns of the next)."""
         return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
 
     def split_width(
@@ -236,9 +237,8 @@ class TensorFormat:
     ) -> tuple[TensorFormat, int]:
         """Split a width to `columns` per rank: rows of one matrix, and columns of the next.
 
-        Returns the format of the next matrix, and the unit of the split. A split may divide the
-        columns of a scale. If the kernel `reads` fewer columns per scale, the scale is then copied
-        for each part of its columns.
+        Returns the format of the next matrix, and the unit of the split. A split may divide a group
+        of columns with one scale; if the kernel `reads` smaller groups, each part gets the scale.
         """
         held = self
         if self.regroup is not None and columns % self._group:
@@ -298,14 +298,14 @@ class ActivationFormat:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Matrices [..., rows, columns] in memory, with their tensors by name in checkpoints."""
+    """Matrices [..., rows, columns] in memory, as tensors by their names in checkpoints."""
 
     format: TensorFormat
     tensors: Mapping[str, Tensor]
 
     @property
     def values(self) -> Tensor:
-        """The tensor of values. An unquantized weight has no other tensor."""
+        """The tensor of values, the only tensor of an unquantized weight."""
         return self.tensors[self.format.values.name]
 
     @property

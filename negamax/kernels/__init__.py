@@ -1,1 +1,1 @@
-"""Ops of the forward pass, one folder per family: PyTorch references, kernels and a registry."""
+"""Ops of the forward pass, one folder per family, with references, kernels and a registry."""

@@ -26,7 +26,7 @@ class PeerRegion:
 
     # [world + 1] int64, pointers to each rank's copy of the region, then to `PollControl.words`
     addresses: Tensor
-    flags: Tensor  # [rows] int32, last epoch of each row, local to this rank
+    flags: Tensor  # [rows] int32, latest epoch of each row on this rank
     rows: int
     words: int  # number of words per row and sender
 
@@ -49,12 +49,12 @@ class ShardRegion:
     after reading the `gathered` of the previous call.
     """
 
-    partials: Tensor  # [world] int64, this rank's addresses of the ranks' copies of `partials`
-    gathered: Tensor  # [world] int64, this rank's addresses of the ranks' copies of `gathered`
+    partials: Tensor  # [world] int64, addresses, valid on this rank, of all ranks' `partials`
+    gathered: Tensor  # [world] int64, addresses, valid on this rank, of all ranks' `gathered`
     own_gathered: Tensor  # uint8, this rank's copy of `gathered`
     rows: int  # maximum number of rows in one exchange
-    words: int  # number of 32-bit words per row; a word holds two values
-    # runs a barrier on the stream, after which all earlier writes of all ranks are visible
+    words: int  # number of 32-bit words per row; a word holds two values.
+    # `barrier` runs on the stream, and makes all earlier writes of all ranks visible.
     barrier: Callable[[], None]
 
     def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ _NORMS = (
     norm.ADD_RMS, collectives.ALL_REDUCE_ADD_RMS, attention.QK_NORM_ROPE_WRITE,
     attention.HEAD_NORM_ROPE_WRITE, block_sparse.BLOCK_SPARSE_NORM_ROPE_WRITE,
 )  # fmt: skip
-# pairs of ops that need the same provider, because one op reads data that the other op wrote
+# `_PAIRS`: both ops of a pair need one provider, because one op reads data that the other op wrote.
 _PAIRS = (
     (collectives.ALL_REDUCE_ADD_RMS, collectives.COMPLETE_RESIDUAL),
     (dispatch.DISPATCH, dispatch.COMBINE),
@@ -116,7 +116,7 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the first kernel of `op` for weights `stored` that are `columns` wide (0: any)."""
+        """Return the first kernel of `op` for `columns` columns (0: any) in the format `stored`."""
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
                 return kernel
@@ -161,9 +161,8 @@ class KernelTable:
             fused: (fused.reference,) for fused in OPS.values() if op in fused.sequence
         }
         for one in next((pair for pair in _PAIRS if op in pair), (op,)):
-            # the reference handles weight formats that the provider does not support
             own = [kernel for kernel in self.candidates[one] if kernel.provider == provider]
-            found[one] = (*own, one.reference)
+            found[one] = (*own, one.reference)  # for weight formats that the provider lacks
         return found
 
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:

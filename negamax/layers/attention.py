@@ -49,8 +49,8 @@ class GroupedQueryStep:
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
-    slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
-    # plan of the attention.decode kernel for the first num_decodes tokens; None if num_decodes is 0
+    slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values.
+    # `decode`: plan of attention.decode for the first num_decodes tokens; None if num_decodes is 0
     decode: Any
     # plan of the attention.prefill kernel for the other tokens; None if all tokens are decodes
     prefill: Any
@@ -129,8 +129,8 @@ class Attention:
         qkv = sizes.qkv(names.qkv, queried, own_kv)
         self._qkv = ColumnParallel(qkv, sizes.hidden_size, setup=setup)
         self._out = sizes.out(names.out, setup)
-        self.activation = self._qkv.activation  # quantized format of x that this layer also accepts
-        # the attention kernels quantize their output with one scale per head
+        self.activation = self._qkv.activation  # quantized format of x that the layer also accepts.
+        # The attention kernels quantize their output with one scale per head.
         given = self._out.activation if kernels[PREFILL].provider != "reference" else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._heads, self._kv_heads = len(queried), len(own_kv)
@@ -155,7 +155,7 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Map x [T, hidden] to [T, hidden] or parts [T, P, hidden]; cache keys and values in kv."""
+        """Map x [T, hidden] to partial sums [T, hidden] or [T, P, hidden]; cache k and v."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self.norm_kernel is not None:  # norm, rope and cache write in one launch

@@ -156,7 +156,7 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Map x [T, hidden] to [T, hidden] or parts [T, P, hidden]; cache keys and values in kv."""
+        """Map x [T, hidden] to partial sums [T, hidden] or [T, P, hidden]; cache k and v."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         cache, index = self.kv_scales.scale(kv), kv["index"]
         at = TokenPlaces(step.cos, step.sin, step.slot_mapping)

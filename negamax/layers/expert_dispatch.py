@@ -151,7 +151,7 @@ class ReplicatedTokens:
         return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """Map out [input rows, P, hidden], the outputs of this rank's experts, to [T, ...]."""
+        """Turn this rank's expert outputs, out [input rows, P, hidden], into partial sums."""
         return Partial(out, self._group)
 
 
@@ -160,7 +160,7 @@ class DistributedTokens(ReplicatedTokens):
     to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
     In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
-    context-parallel ranks have the same tokens. In these steps, only ranks with the same
+    context-parallel ranks have the same tokens. In unsharded steps, only ranks with the same
     context-parallel index exchange tokens, and results are summed over context-parallel ranks.
     """
 

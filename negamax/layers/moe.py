@@ -33,8 +33,8 @@ class SparseMoe:
     """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
 
     The shared expert is one more expert that every token selects. The shared expert is a separate
-    `Mlp` if its format or size differs from other experts, or if ranks hold different experts. This
-    `Mlp` is split by width over the ranks with the same tokens.
+    `Mlp` if its format or size differs from other experts, or if ranks hold different experts. The
+    shared `Mlp` is split by width over the ranks with the same tokens.
     """
 
     def __init__(
@@ -172,19 +172,19 @@ class SparseMoe:
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Use the map `experts` from the next call on. A graph keeps the map of its capture."""
+        """Use the map `experts` from the next call on. Captured graphs keep their map."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:
         """Write the selected experts of each later call's first tokens to `ids` [max_tokens, top_k]
-        int32. A captured graph keeps the tensor of its capture.
+        int32. A CUDA graph keeps the tensor with which it was captured.
         """
         self._observed = ids
 
     def __call__(
         self, x: Tensor | QuantizedActivations, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
-        """Map x [T, hidden] to P parts of a sum, [T, P, hidden]. Padding tokens use no expert."""
+        """Map x [T, hidden] to P partial sums, [T, P, hidden]. Padding tokens use no expert."""
         return self.run_experts(x, *self._route(x, tokens), tokens)
 
     def run_after(

@@ -119,7 +119,7 @@ class WeightSlot:
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
         """Write the part `region` and return the written view of the parameter. `matrix`: shape of
-        the matrix for which valid values are computed (None: `matrix_shape`).
+        the matrix for which valid values are computed, by default `matrix_shape`.
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice; remove one")
@@ -243,7 +243,7 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Return the view of the parameter for `region`, which starts at row at[-1], column 0."""
+        """Return a view of the parameter for `region`; the view begins at row at[-1], column 0."""
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0
@@ -269,7 +269,7 @@ class MatrixWeight:
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return how to repeat entries of `tensor` in `region` for the smaller blocks of `held`."""
+    """Return (copies of each entry, copies to skip) per dimension of `tensor`, to fill `held`."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):
@@ -286,10 +286,10 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """Return a kernel, a weight format and a reason for the matrices `names`, which share a
+    """Return a kernel, a weight format and its reason for the matrices `names`, which share a
     parameter. The reason is "" if the format is the checkpoint's format. The checkpoint's format is
-    kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: columns of
-    one matrix on this rank. `shares`: rows or columns per rank of one matrix.
+    kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: number of
+    columns of one matrix on this rank. `shares`: each split axis and its length per rank.
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:

@@ -57,7 +57,7 @@ class ChatFormat:
     thinking: Thinking
     reads_calls: bool
     template: ChatTemplate | None = None  # None if prompts are plain text.
-    # Token ids of tags. The parser finds tags without a token id by their text.
+    # `tag_ids`: token ids of tags. The parser finds tags without a token id by their text.
     tag_ids: Mapping[str, int] = field(default_factory=dict)
     closing_ids: tuple[int, ...] = ()  # ids of the tokens that end the reasoning
 

@@ -223,10 +223,10 @@ class Decoder:
         Returns the final hidden states [T, hidden] and the captured streams. `kv` lists the caches
         of each layer. If `kv` is shorter than the stage, only the first layers run.
 
-        `capture` lists layer numbers. The residual stream [T, hidden] that enters each listed layer
-        is summed over the ranks and returned. If `out` is given, each stream is also written to the
-        tensor of its layer in `out`. If `capture` contains the number of layers, the output of the
-        last layer is captured. For a layer of another stage, the tensor in `out` is returned
+        `capture` lists layer numbers. The residual stream [T, hidden] that enters each layer in
+        `capture` is summed over the ranks and returned. If `out` is given, each stream is also
+        written to the tensor of its layer in `out`. The number `spec.num_layers` captures the
+        output of the last layer. For a layer of another stage, the tensor in `out` is returned
         unchanged. `images` are the image embeddings for the first stage.
 
         All stages except the first run on `entering` [T, hidden] instead of tokens. The sum of
@@ -266,8 +266,8 @@ class Decoder:
         """Run the first `len(kv)` layers of this rank.
 
         `x` and `residual` [T, hidden] are the inputs of the first layer. Returns `x` and `residual`
-        after the last layer. Sets streams[k] to the stream before layer k, for each key k of
-        `streams`.
+        after the last layer. Sets streams[k] to the residual stream before layer k, for each key k
+        of `streams`.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):

@@ -31,7 +31,7 @@ class DraftSpec(ModelSpec):
     own_embedding: bool = False  # Whether the draft has its own embedding.
     own_head: bool = True
     is_rotated_back: bool = False  # Whether only the target's weights are rotated (QuaRot).
-    # Properties of the target according to the draft's files.
+    # `target_*`: properties of the target according to the draft's files.
     target_model_type: str | None = None
     target_num_layers: int | None = None
     speculative_tokens: int | None = None  # Draft tokens per step, from the draft's files.
@@ -54,10 +54,10 @@ class DraftSpec(ModelSpec):
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the target layers that the draft reads if its files list no layers."""
-        raise ConfigError("the draft's files list no layers of the target", hint=LAYERS_HINT)
+        raise ConfigError("the draft's files list no target layers to read", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return this spec with `layers` of `target`. Raises `ConfigError` if sizes differ."""
+        """Return this spec for `layers` of `target`, or raise `ConfigError` if its sizes differ."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -71,8 +71,8 @@ class DraftSpec(ModelSpec):
         is_ascending = list(chosen) == sorted(set(chosen))
         if len(chosen) != self.num_aux or not is_ascending or chosen[-1] > target.num_layers:
             raise ConfigError(
-                f"the draft reads layers {list(chosen)} of the model; it needs {self.num_aux} in "
-                f"ascending order, at most {target.num_layers} (the output of the last layer)",
+                f"the draft reads layers {list(chosen)} of the model; allowed: {self.num_aux} "
+                f"ascending numbers up to {target.num_layers}, the output of the last layer",
                 hint=LAYERS_HINT,
             )
         return replace(self, aux_layers=chosen)

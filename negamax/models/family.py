@@ -32,7 +32,7 @@ class ModelFamily:
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # Reads the spec from a parsed config.json.
     chat: ChatFamily | None = None  # None if the family has no chat format.
-    # Fields of `SamplingDefaults` for checkpoints without generation_config.json.
+    # `sampling`: fields of `SamplingDefaults` for checkpoints without generation_config.json.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # returns the config.json of the served model from the config.json of a checkpoint
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
@@ -99,7 +99,7 @@ class WeightSpec:
     count: int = 1
     used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
     joins_experts: bool = False  # Whether the ranks that shard each expert also shard this tensor.
-    parts: int | None = None  # Maximum shards; more ranks store copies of shards. None: no limit.
+    parts: int | None = None  # Maximum number of shards; more ranks store copies. None: no limit.
     is_query: bool = False  # Whether ranks that shard one KV cache (DCP) store the same part.
     splits: Axis | None = None  # The axis along which ranks shard the matrix.
     dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.

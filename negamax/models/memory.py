@@ -39,12 +39,12 @@ class WeightKind:
 
     weight: WeightSpec  # The weight of the first of `layers`.
     formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all experts.
-    # For each expert, the formats of all its matrices; () for weights outside experts.
+    # `joined`: for each expert, the formats of all its matrices; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format on a rank, or `PLAIN` if the formats of its experts differ."""
+        """Return the format of the weights on a rank, or `PLAIN` if its experts' formats differ."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])

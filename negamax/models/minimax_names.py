@@ -1,4 +1,4 @@
-"""Tensor names of MiniMax's models: slots, shared shapes, and the spellings in checkpoints.
+"""Tensor names of MiniMax's models, shapes that the models share, and the spellings in checkpoints.
 
 Slots have the names of MiniMax's own checkpoints without the prefix `language_model.`, such as
 `model.layers.0.block_sparse_moe.experts.0.w1.weight`. `SPELLINGS` contains the rules for converted
@@ -66,7 +66,7 @@ def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iter
 
 
 def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
-    """List the router and the routed experts."""
+    """List the tensors of a layer's router and routed experts."""
     yield WeightSpec(names.router, (spec.num_experts, spec.hidden_size), parts=1, dtype="float32")
     yield WeightSpec(names.router_bias, (spec.num_experts,), parts=1, dtype="float32")
     experts = {"count": spec.num_experts, "used": spec.experts_per_token}
@@ -138,7 +138,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Return the placement of each checkpoint tensor. Prediction layers get a skip reason."""
+    """Return each checkpoint tensor's placement, which for MTP layers is a reason to skip it."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

@@ -1,4 +1,4 @@
-"""The table of model families. A new family needs a folder `models/<family>/` and a line here.
+"""The table of model families. A new family needs a folder `models/<family>/` and a line in `_ALL`.
 
 `models/build.py` builds the models, because this module does not import torch.
 """
@@ -25,7 +25,7 @@ from negamax.text.chat_family import ChatFamily
 _ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
 DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY, **dspark.FAMILIES}  # Drafts by architecture.
-# The chat formats by their short names ("m2", "m3").
+# `CHAT_FAMILIES`: chat formats by their short names ("m2", "m3").
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     family.chat.call_style.name: family.chat
     for family in FAMILIES.values()
@@ -65,7 +65,7 @@ def find_bundled_draft(name: str) -> DraftSpec | None:
 
 
 def list_model_types(architecture: str) -> list[str]:
-    """List all values of model_type for the package that implements `architecture`."""
+    """List the `model_type` values of all families in the package of `architecture`."""
     package = find_family(architecture).package
     families = (family for family in FAMILIES.values() if family.package == package)
     return list(dict.fromkeys(name for family in families for name in family.model_types))

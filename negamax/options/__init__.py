@@ -1,1 +1,1 @@
-"""Options of the engine and the server, with equal names in flags, variables, TOML and Python."""
+"""Options of engine and server. Flags, environment variables, TOML and Python share their names."""

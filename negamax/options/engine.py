@@ -51,7 +51,7 @@ STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of loading and running a model, named as in vLLM. None: the default is computed."""
+    """Options of loading and running a model, named as in vLLM. None means a computed default."""
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 
@@ -200,31 +200,31 @@ class EngineOptions:
     )
     kv_offloading_size: float | None = option(
         None,
-        "Copy evicted KV blocks to main memory, so that later requests can reuse the blocks. The "
+        "Store KV blocks also in main memory, so that later requests can reuse evicted blocks. The "
         "value is the total GiB for all ranks of an engine (default: no main memory).",
         above=0,
         most=MAX_HOST_GIB,
     )
     kv_offloading_ratio: float | None = option(
         None,
-        "Reserve main memory for this many evicted KV blocks per block of the KV cache.",
+        "Reserve main memory for this many KV blocks per block of the KV cache.",
         above=0,
         most=MAX_HOST_GIB,
     )
     kv_offloading_backend: str = option(
         "native",
-        "Choose where evicted KV blocks are kept; native means main memory.",
+        "Choose where the server also stores KV blocks; native means main memory.",
         choices=("native",),
     )
     kv_offloading_write_policy: str = option(
         "write_through",
         "Choose which KV blocks are copied to main memory: write_through copies all blocks, and "
-        "write_through_selective copies a block when a second request uses it.",
+        "write_through_selective copies a block when a second request uses this block.",
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None, "Write KV blocks of main memory to files in this folder, for reuse after a restart."
+        None, "Copy KV blocks from main memory to files in this folder, for use after a restart."
     )
     kv_offloading_path_size: float = option(
         64.0,
@@ -385,7 +385,7 @@ class EngineOptions:
         "NEGAMAX_NODE_KEY and a different --node-rank.",
         panel=NODES,
     )
-    node_rank: int = option(0, "Set the number of this machine; machine 0 runs the API server.")
+    node_rank: int = option(0, "Set the index of this machine; machine 0 runs the API server.")
     master_addr: str | None = option(None, "Set the address at which nodes reach node 0.")
     master_port: int = option(
         MASTER_PORT, "Set the first of the ports on which other nodes connect to node 0."
@@ -536,7 +536,7 @@ class EngineOptions:
 
     @property
     def parallel(self) -> ParallelOptions:
-        """Return the sizes that split the model over ranks. Raises `ConfigError`."""
+        """Return the number of ranks per parallel axis. Raises `ConfigError`."""
         shared = {one.name for one in fields(ParallelOptions)} & vars(self).keys()
         sizes = {name: getattr(self, name) for name in shared}
         return ParallelOptions(**sizes, redundant_experts=self._eplb_config.num_redundant_experts)

@@ -13,7 +13,7 @@ from negamax.options.flags import Kind
 
 _TABLES = read_table(__file__)
 SERVER, BENCH = "options", "bench"  # Names of the tables in foreign.toml.
-# Values, in lower case, with which a foreign option turns no feature on.
+# `_NOTHING`: lower-case values with which a foreign option turns no feature on.
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
@@ -77,7 +77,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 
 def own_value(option: str, value: str) -> str:
-    """Return Negamax's name of the other servers' `value` for the option field `option`."""
+    """Return Negamax's name for `value`, which other servers use for the option field `option`."""
     for own, names in _TABLES["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
@@ -133,14 +133,14 @@ def _capture_sizes(entry: Foreign, value: Any, line: Mapping[str, str]) -> Trans
 
 
 def _member(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Set a Negamax option to a member of a JSON object. `entry.argument` is OPTION=MEMBER."""
+    """Set an option to a member of the foreign JSON object. `entry.argument` is OPTION=MEMBER."""
     name, _, key = entry.argument.partition("=")
     own = value.get(key) if isinstance(value, dict) else None
     return Translation(((name, str(own)),)) if own else Translation(note=entry.reason)
 
 
 def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Split the ranks of SGLang's --tensor-parallel-size by the groups of attention options."""
+    """Translate the number of attention groups into which SGLang splits --tensor-parallel-size."""
     others = _CONTEXT_SIZES
     if entry.argument == "--prefill-context-parallel-size":
         others = (*_DATA_SIZES, *(("dp_size", "dp") if "enable_dp_attention" in line else ()))

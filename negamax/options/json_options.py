@@ -1,4 +1,4 @@
-"""Check options whose value is a JSON object with the tables of json_options.toml."""
+"""Check options whose values are JSON objects against the tables of json_options.toml."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn

@@ -14,26 +14,25 @@ _refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
 _NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
-# The publisher listens at addresses that match `_OWN`, and connects to all other addresses.
+# `_OWN` matches the addresses at which the publisher listens; it connects to all other addresses.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Settings for publishing the events of a rank. `read` raises `ConfigError`."""
+    """Settings for publishing the KV cache events of a rank. `read` raises `ConfigError`."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None  # None disables replay.
     buffer_steps: int = 10_000  # Number of latest batches that are kept for replay.
     hwm: int = 100_000  # Largest number of unsent batches per subscriber; more are dropped.
-    max_queue_size: int = 100_000  # Largest number of steps whose changes wait in the queue.
+    max_queue_size: int = 100_000  # Largest number of steps whose cache events are queued.
     topic: str = ""
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
-        """Read the JSON object of the option. `num_ranks`: data-parallel ranks of all replicas.
-
-        Return None if neither "enable_kv_cache_events" nor "publisher": "zmq" enables publishing.
+        """Read `--kv-events-config`. `num_ranks`: data-parallel ranks of all replicas. Return None
+        if the option does not enable publishing.
         """
         check_json(_FLAG, given)
         known = {field.name for field in fields(KvEventsConfig)}
@@ -85,7 +84,7 @@ def _shift_port(endpoint: str, rank: int) -> str:
 
 
 def _check_address(key: str, address: object, num_ranks: int) -> int:
-    """Check an address. Return its port, or `_NO_PORT` for a path."""
+    """Check an address. Return the port, or `_NO_PORT` for a path."""
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     port = int(found[2]) if found is not None and found[2] else _NO_PORT
     if found is None or (found[2] and not 1 <= port <= 65536 - num_ranks):

@@ -7,7 +7,7 @@ from negamax.base.errors import ConfigError
 # sizes that error messages suggest, because all published models can be split by these sizes
 USUAL_SIZES = (1, 2, 4, 8, 16)
 
-# transports of tokens between data-parallel ranks: NCCL, or kernels that write to peer memory
+# Either NCCL or kernels that write to peer memory send tokens between data-parallel ranks.
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
 
 
@@ -17,13 +17,13 @@ class ParallelOptions:
 
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # Whether each rank has whole experts.
-    # Number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`.
+    # `expert_parallel_size`: groups with different experts; None: 1, or with EP the number of ranks
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None splits evenly
-    # Number of tensor-parallel groups that split the tokens of prompts (PCP).
+    pp_layer_partition: str | None = None  # layers per stage, "16,16,15,15"; None splits evenly.
+    # `prefill_context_parallel_size`: number of tensor-parallel groups that split prompts (PCP).
     prefill_context_parallel_size: int = 1
     # number of ranks that split the KV cache of one head instead of each storing a copy (DCP)
     decode_context_parallel_size: int = 1

@@ -1,5 +1,6 @@
 """Options of `negamax route`."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
@@ -9,7 +10,9 @@ from negamax.base.errors import ConfigError
 from negamax.options.flags import check_options, option
 from negamax.options.kv_events import is_endpoint
 
-MAX_SERVERS = 64  # limit, because the router stores a table of prefixes per server
+MAX_SERVERS = 64  # limit, because the router stores a table of prefixes per server.
+# `_BOOTSTRAP_PORT`: "none" stands for a missing port, as in sglang-router.
+_BOOTSTRAP_PORT = re.compile(r"[1-9][0-9]{0,4}|none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,22 +21,28 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Prefill prompts on the server at this URL, for the --decode servers; may be repeated.",
+        "Prefill prompts on the server at this URL, for the --decode servers; may be repeated. "
+        "With --pd-disaggregation, the server's kv_port may follow the URL.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
         (), "Generate the answers to prefilled prompts on the server at this URL; may be repeated."
     )
+    pd_disaggregation: bool = option(
+        False,
+        "Send requests to the --prefill and --decode servers by SGLang's protocol "
+        "(bootstrap_room), not by vLLM's protocol (kv_transfer_params).",
+    )
     kv_event_source: tuple[str, ...] = option(
         (),
-        "Read the KV events of a Negamax server (URL=ENDPOINT) to send the server the "
-        "prompts that its caches contain; may be repeated. Separate the endpoints of several "
-        "data-parallel ranks by commas.",
+        "Read the KV events of a Negamax server (URL=ENDPOINT), to send prompts to the server that "
+        "has cached them; may be repeated. Separate the endpoints of several data-parallel ranks "
+        "by commas.",
     )
     kv_event_replay_source: tuple[str, ...] = option(
         (),
-        "Request missed KV events from a server (URL=ENDPOINT), with an endpoint for "
-        "each endpoint of --kv-event-source; may be repeated.",
+        "Request missed KV events from this replay endpoint of a server (URL=ENDPOINT); give one "
+        "for each endpoint of --kv-event-source; may be repeated.",
     )
     health_interval: float = option(
         1.0,
@@ -65,19 +74,39 @@ def list_servers(
     if bool(options.prefill) != bool(options.decode):
         missing = "--decode" if options.prefill else "--prefill"
         raise ConfigError(f"{missing} is missing", hint="give --prefill and --decode, or only URLs")
+    if options.pd_disaggregation and not options.prefill:
+        refusal = "--pd-disaggregation has no servers"
+        raise ConfigError(refusal, hint="add --prefill URL [KV_PORT] and --decode URL")
     if not urls and not options.decode:
         raise ConfigError("URL is missing", hint="give URLs such as http://127.0.0.1:8000")
     name = "URL" if urls else "--decode"
     servers = [_parse_url(name, url) for url in urls or options.decode]
-    prefillers = [_parse_url("--prefill", url) for url in options.prefill]
+    prefillers = [url for url, _ in list_prefillers(options)]
     found = [part.geturl() for part in (*servers, *prefillers)]
     for url in found:
         if found.count(url) > 1:
             raise ConfigError(f"the server {url} is given twice", hint="give each server once")
     if len(found) > MAX_SERVERS:
         refusal = f"there are {len(found)} servers; allowed: {MAX_SERVERS}"
-        raise ConfigError(refusal, hint="start several routers, and a router in front of them")
+        raise ConfigError(refusal, hint="start several routers behind one more router")
     return servers, prefillers
+
+
+def list_prefillers(options: RouteOptions) -> list[tuple[SplitResult, int | None]]:
+    """Return the URLs of --prefill and the port that follows each. Raises `ConfigError`."""
+    found, has_url = list[tuple[SplitResult, int | None]](), False
+    for word in options.prefill:
+        is_port = _BOOTSTRAP_PORT.fullmatch(word) is not None
+        if not is_port:
+            found.append((_parse_url("--prefill", word), None))
+        elif has_url and options.pd_disaggregation and (word == "none" or int(word) < 65536):
+            found[-1] = (found[-1][0], None if word == "none" else int(word))
+        else:
+            refusal = f"--prefill has the value {word!r}; allowed: URLs, and with "
+            refusal += "--pd-disaggregation a port (1 to 65535) or 'none' after a URL"
+            raise ConfigError(refusal, hint="write --pd-disaggregation --prefill URL KV_PORT")
+        has_url = not is_port
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +120,7 @@ class EventAddress:
 def list_event_addresses(
     options: RouteOptions, servers: Sequence[SplitResult]
 ) -> dict[str, list[EventAddress]]:
-    """Return the addresses of the KV events by the URL of the server. Raises `ConfigError`."""
+    """Return the KV event addresses of each server, by the server's URL. Raises `ConfigError`."""
     urls = {server.geturl() for server in servers}
     sources = _read_sources("--kv-event-source", options.kv_event_source, urls)
     replays = _read_sources("--kv-event-replay-source", options.kv_event_replay_source, urls)
@@ -99,7 +128,7 @@ def list_event_addresses(
         if len(endpoints) != len(sources.get(url, ())):
             refusal = f"--kv-event-replay-source has {len(endpoints)} addresses of {url}, and "
             refusal += f"--kv-event-source has {len(sources.get(url, ()))}"
-            raise ConfigError(refusal, hint="give as many addresses in both options")
+            raise ConfigError(refusal, hint="give the same number of addresses in both options")
     return {
         url: list(map(EventAddress, endpoints, replays.get(url, [None] * len(endpoints))))
         for url, endpoints in sources.items()
@@ -109,7 +138,7 @@ def list_event_addresses(
 def _read_sources(
     name: str, values: tuple[str, ...], urls: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the addresses of an option by URL."""
+    """Return the addresses that the option `name` gives for each server, by URL."""
     found: dict[str, list[str]] = {}
     for value in values:
         given, _, addresses = value.partition("=")
@@ -121,7 +150,7 @@ def _read_sources(
         for address in found[url]:
             if not is_endpoint(address):
                 raise ConfigError(
-                    f"{name} has the address {address[:100]!r}",
+                    f"{name} has the invalid address {address[:100]!r}",
                     hint="give URL=tcp://HOST:PORT or URL=ipc://PATH",
                 )
     return found

@@ -37,7 +37,7 @@ class ServerOptions:
         most=MAX_API_SERVERS,
     )
     served_model_name: tuple[str, ...] = option(
-        (), "Set the model's name in the API; may be repeated (default: MODEL as given)."
+        (), "Set the model's name in the API; may be repeated (default: the given MODEL)."
     )
     stream_interval: int = option(
         1, "Send one stream event per this many tokens; larger numbers save CPU time.", least=1

@@ -37,7 +37,7 @@ class SpeculationConfig:
     model: str | None = None  # Name of the draft model; after the download, its folder.
     revision: str | None = None  # Branch, tag or commit of the draft on the hub.
     draft_lm_head_quantization: str | None = None  # "fp8": store the draft's head in FP8.
-    # "probabilistic": the draft model samples draft tokens for requests with a temperature.
+    # `draft_sample_method`: "probabilistic" samples draft tokens for requests with a temperature.
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None
@@ -62,7 +62,7 @@ class SpeculationConfig:
         return (*sorted(few), most) if self.adaptive else (most,)
 
     def as_long_as(self, num_tokens: int | None) -> "SpeculationConfig":
-        """Use the length in the draft's files if the option has no length. Raises `ConfigError`."""
+        """Replace a default draft length by `num_tokens` of config.json. Raises `ConfigError`."""
         if num_tokens is None or not self.is_default_length:
             return self
         if num_tokens > MAX_DRAFT_TOKENS:
@@ -136,7 +136,7 @@ def _check_owners(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and most tokens of n-gram lookup. A single given limit sets both limits."""
+    """Return the minimum and maximum n-gram length of lookup, which are equal if one is missing."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = given.get("prompt_lookup_min", either), given.get("prompt_lookup_max", either)
     if low > high:
@@ -155,7 +155,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return synthetic acceptance rates. A mean length selects the rates of least variance."""
+    """Return synthetic acceptance rates; a given mean length yields those of least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

@@ -70,14 +70,15 @@ class KvTransferConfig:
     """Settings for exchanging KV blocks between engines. `read` parses `--kv-transfer-config`."""
 
     role: str = BOTH  # One of ROLES.
-    lane: str = NIXL  # The transport of the blocks: NIXL or TCP.
+    lane: str = NIXL  # NIXL or TCP, the transport of the blocks.
     host: str = "127.0.0.1"  # Address of this machine that the other engines can reach.
     port: int = PORT  # Port for the messages between engines.
-    failure_policy: str = FAIL  # What to do if a prompt does not arrive: FAIL or RECOMPUTE.
-    # Seconds for which a prompt is kept after the last message of the engine that will read it.
+    failure_policy: str = FAIL  # If a prompt does not arrive, FAIL or RECOMPUTE the request.
+    # `lease_seconds`: how long a prompt is kept after the last message of the engine that reads it.
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # Time limit of each phase of a transfer.
     allowed_hosts: tuple[str, ...] = ()  # Hosts of prefill servers; () allows private addresses.
+    transport: str | None = None  # The only transport that NIXL may use; None: UCX chooses.
 
     @property
     def is_loopback(self) -> bool:
@@ -120,13 +121,17 @@ class KvTransferConfig:
         hosts = extra.get("allowed_hosts", [])
         if not isinstance(hosts, list) or not all(map(_is_host, hosts)):
             _refuse("allowed_hosts", hosts, "a list of addresses, networks and names")
+        lane, transport = LANES[connector], extra.get("transport")
+        if transport is not None and lane != NIXL:
+            _refuse("transport", transport, "no value, because only NixlConnector has transports")
         return KvTransferConfig(
             role,
-            LANES[connector],
+            lane,
             host,
             port=given.get("kv_port", PORT),
             failure_policy=given.get("kv_load_failure_policy", FAIL),
             allowed_hosts=tuple(hosts),
+            transport=transport,
             **{name: float(extra[name]) for name in extra if name.endswith("_seconds")},
         )
 
@@ -167,7 +172,7 @@ def _is_host(given: object) -> bool:
 
 
 def check_one_engine(options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if `options` has a split other than tensor parallelism."""
+    """Raise `ConfigError` if `options` splits the model by anything but tensor parallelism."""
     refused = [f"{flag_name(name)} {options[name]}" for name in _SPLITS if options[name] > 1]
     if options["script"] is not None:
         refused.append("--script")
@@ -175,5 +180,5 @@ def check_one_engine(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{_FLAG} supports only tensor-parallel ranks of one engine on one machine, not "
             f"{refused[0]}",
-            hint="start several servers, and list all servers in the router",
+            hint="start several servers, and give all their URLs to `negamax route`",
         )

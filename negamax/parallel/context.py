@@ -81,7 +81,7 @@ class ParallelContext:
         `device` is the rank's GPU and must be the current device. Kernels exchange rows through the
         memory `peers` of a group. `peers` is None if the GPUs of the group cannot access each
         other. `hidden_size`, `max_tokens` and `max_rows` (sampled tokens) set the size of `peers`.
-        With `is_one_sided`, `peers` also serves partial attention and tokens that are sent to
+        With `is_one_sided`, `peers` also holds partial attention results and tokens sent to
         experts. Every rank must pass the same sizes.
         """
         if layout.world_size == 1:

@@ -59,7 +59,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. If there are fewer heads than ranks, ranks have copies."""
+        """Return this rank's KV heads. If there are fewer heads than ranks, ranks share heads."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -107,7 +107,7 @@ class ExpertView:
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
     def width(self, intermediate_size: int, *, unit: int = 1) -> RankShare:
-        """Return this rank's rows of the gate and up weights (columns of the down weight)."""
+        """Return this rank's rows of an expert's gate and up weights (columns of down)."""
         what = "expert intermediate size"
         shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
         return share(intermediate_size, rank=self.tp_rank, size=self.tp, unit=unit)
@@ -125,9 +125,8 @@ class ParallelLayout:
     cp: int = 1
     dcp: int = 1  # Number of adjacent tp ranks that split one KV cache.
     partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; (): split evenly.
-    # Number of slots for extra copies of experts in each layer, summed over the ranks of a stage.
-    redundant_experts: int = 0
-    # For each layer, the initial expert of each slot; (): experts are placed in order.
+    redundant_experts: int = 0  # Slots for extra expert copies per layer, on all ranks of a stage.
+    # `expert_placement`: for each layer, the initial expert of each slot; (): experts in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
     nodes: int = 1  # Number of machines, each with equally many consecutive ranks.
 
@@ -309,7 +308,7 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the `rank`-th of `size` equal slices. Raises a `ConfigError` that contains `what`."""
+    """Return range `rank` of `size` equal ranges of `total`. A `ConfigError` contains `what`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks equally")
     per_rank = total // size
@@ -317,7 +316,7 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
-    """Return slice `rank` of `size` nearly equal slices, each a multiple of `unit`."""
+    """Return range `rank` of `size` nearly equal ranges of `total`, in multiples of `unit`."""
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
     return RankShare(range(first, stop), -(-units // size) * unit)

@@ -25,7 +25,7 @@ class Arrival:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise EngineDeadError(f"another stage is gone or out of step: {error}") from error
+            raise EngineDeadError(f"another stage is gone or not in sync: {error}") from error
 
 
 class Link:
@@ -67,8 +67,7 @@ class PipelineLinks:
 
     previous: Link | None = None  # To the previous stage; None on the first stage.
     next: Link | None = None  # To the next stage; None on the last stage.
-    # Links over which the last stage sends sampled tokens to all other stages.
-    sampled: tuple[Link, ...] = ()
+    sampled: tuple[Link, ...] = ()  # Links from the last stage to all others, for sampled tokens.
 
     @staticmethod
     def connect(
@@ -105,7 +104,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Broadcast `tensor` (contiguous) from the first stage. Raises `EngineDeadError`."""
+        """Send `tensor` (contiguous) from the first stage to all. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

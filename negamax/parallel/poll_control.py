@@ -7,14 +7,14 @@ import torch
 
 class PollControl:
     """A clock, a time limit and an abort flag in host memory. Waiting kernels read these numbers
-    every millisecond, and set the flag at the limit. A set flag makes results invalid.
+    every millisecond, and set the flag at the limit. If the flag is set, results are invalid.
     """
 
     def __init__(self, seconds: float) -> None:
         """Limit each wait of a kernel to `seconds`, on a clock that only `tick` advances."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()  # Address of `words` for kernels.
-        # [clock in ms, limit in ms, abort flag]. Python writes these numbers through ctypes,
+        # `words`: [clock in ms, limit in ms, abort flag]. Python writes `words` through ctypes,
         # because a thread inside a tensor operation would abort the process at exit.
         self.words = (ctypes.c_int64 * 3).from_address(self.address)
         self.words[1] = round(1000 * seconds)

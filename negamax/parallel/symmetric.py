@@ -49,7 +49,7 @@ class SharedBuffer:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks in bf16. The result is valid until the next call."""
+        """Return the sum over the ranks in bf16, which is valid until the next call."""
         part = self.memory[: tensor.numel()]
         part.copy_(tensor.reshape(-1))
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.group_name)
@@ -67,9 +67,9 @@ def connect(
     token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
     """Allocate peer memory for rows of `hidden_size` numbers, norm statistics of `max_tokens`
-    tokens, and `max_rows` sampled tokens. Rows of `token_words` words are for tokens that are sent
-    to experts. Every rank of `group` must call this function with the same sizes. Return None on
-    all ranks if the GPUs cannot access each other, or if the number of GPUs is not a power of two.
+    tokens, and `max_rows` sampled tokens. A row of `token_words` words is a token for an expert.
+    Every rank of `group` must call this function with the same sizes. Return None on all ranks if
+    the GPUs cannot access each other, or if the number of GPUs is not a power of two.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -93,7 +93,7 @@ def connect(
         if _all_agree(problem is None, group):
 
             def addresses(word: int, *others: int) -> Tensor:
-                """Return a tensor: the address of `word` on each rank, followed by `others`."""
+                """Return the address of `word` on each rank, followed by `others`, as a tensor."""
                 found = [*(base + 8 * word for base in bases), *others]
                 return torch.tensor(found, dtype=torch.int64, device=device)
 
@@ -168,7 +168,7 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """Return zeroed 8-byte words, the address of the words on each rank, a barrier and an error."""
+    """Return zeroed 8-byte words, their address on each rank, a barrier, and an error or None."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()

@@ -43,12 +43,12 @@ ATTENTION_SHARE = 280 / 989
 # A batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no ROW_SECONDS.
-# Fractions of link bandwidth: in sums of at most `SMALL_SUM_TOKENS`, in larger sums, in gathers.
+# `*_SHARE`: fractions of link bandwidth in sums of up to SMALL_SUM_TOKENS, larger sums and gathers.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Fixed time of a sum over ranks; time of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
 MERGE_SECONDS = 4e-6  # Calculated time to merge the attention results of DCP ranks.
-# Assumed probabilities that a step accepts the first, second, ... draft token.
+# `DRAFT_RATES`: assumed probabilities that a step accepts the first, second, ... draft token.
 DRAFT_RATES = [0.65**place for place in range(1, MAX_DRAFT_TOKENS + 1)]
 DRAFT_SECONDS = 0.4e-3  # Additional time of a step with a draft model, fitted to EAGLE3 drafts.
 NETWORK_BYTES = 45e9  # Bytes per second of a GPU to other machines, with a 400 Gb/s adapter.
@@ -168,7 +168,7 @@ class Costs:
     def token_seconds(
         self, concurrency: int, *, context: float, drafts: Drafts | None
     ) -> tuple[float, int]:
-        """Return the least time per token of a sequence, and the draft tokens of a step for it."""
+        """Return the least seconds per token of a sequence, and the draft length that gives it."""
         if drafts is None:
             return self.decode_seconds(concurrency, context=context), 0
         settings, block, once = drafts.speculation, None, 0.0
@@ -215,7 +215,7 @@ class Costs:
     def _prefill(
         self, size: int, *, ranks: int, after: float, prompt: int | None = None
     ) -> list[float]:
-        """Return each stage's seconds for `size` tokens on each data-parallel rank."""
+        """Return each stage's seconds if each of `ranks` ranks prefills `size` tokens."""
         visible = after + min(size, prompt or size) / 2
         return [
             self._stage(place, tokens=size * ranks, own=size, context=visible, is_prefill=True)
@@ -225,7 +225,7 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool, width: int = 1
     ) -> float:
-        """Return a stage's time for `tokens` (`own` per rank, `width` per decoded sequence)."""
+        """Return the seconds of stage `place` for `tokens` tokens, of which each rank has `own`."""
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
         own = ceil(own / layout.cp) if is_prefill else own
@@ -257,7 +257,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of one kind, with `tokens` rows for experts or `own` rows."""
+        """Return the time of GEMMs of `held` for `tokens` tokens (experts) or `own` tokens."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
@@ -273,7 +273,7 @@ class Costs:
         return max(hit * held.num_bytes / held.read, operations / held.rate)
 
     def _rates(self, kind: WeightKind, stored: TensorFormat) -> tuple[float, float]:
-        """Return bytes and operations per second of GEMMs with matrices of a kind."""
+        """Return bytes and operations per second of GEMMs whose weights are of `kind`."""
         gpu, is_expert = self._gpu, kind.weight.used is not None
         full = READ_SHARE * gpu.bandwidth
         if stored is PLAIN or not self._model.kept(stored):
@@ -300,7 +300,7 @@ class Costs:
         return found
 
     def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
-        """Return the time of exchanging a prompt's keys and values, or of summing outputs."""
+        """Return the time in which PCP ranks exchange keys and values (prefill) or sum outputs."""
         ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
             return 0.0
@@ -312,13 +312,13 @@ class Costs:
         return num_layers * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
-        """Return the time of one layer's DCP exchange: results and a weight (4 bytes) per head."""
+        """Return the time of a layer's DCP exchange of outputs and a 4-byte weight per head."""
         layout, spec = self._layout, self._model.weights.spec
         if layout.dcp == 1:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
-        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # a rank receives only its own heads
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # each rank gets its heads' results
             return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 

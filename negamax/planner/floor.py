@@ -24,7 +24,7 @@ def step_bytes(
     index_dtype: str,
     ranks: int,
 ) -> float:
-    """Return the fewest bytes that each of `ranks` GPUs can read in a decode step.
+    """Return the least bytes that each of `ranks` GPUs must read in a decode step.
 
     `context` is the mean number of tokens of the `batch` sequences, and `dtype` is the dtype of
     unquantized weights. Each rank reads 1 / `ranks` of the KV cache, even if there are more ranks

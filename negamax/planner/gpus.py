@@ -24,12 +24,12 @@ class GpuModel:
     bf16: float
     fp8: float  # FP8 operations per second; 0: not supported
     link: float
-    has_fabric: bool  # whether NVLink or similar links join a machine's GPUs; False: PCIe
+    has_fabric: bool  # whether NVLink or similar links join a machine's GPUs; if not, PCIe
     platform: Platform
 
 
 def _read_gpus() -> Iterator[GpuModel]:
-    """Yield the GPUs of gpus.toml, which describes the columns."""
+    """Yield the GPUs of gpus.toml, where comments describe the columns."""
     tables = read_table(__file__)
     more = {"multiprocessors": 304, "shared_memory": 65_536}
     platforms: list[Platform] = [nvidia(tuple(row[-1]), name=row[0]) for row in tables["nvidia"]]
@@ -93,7 +93,7 @@ def _driver_rows(columns: str) -> list[list[str]]:
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """Return the GPUs' rows that `wanted` lists. As in CUDA, the first unknown id ends the list."""
+    """Return nvidia-smi's rows of `wanted` GPUs. As in CUDA, the first unknown id ends the list."""
     if wanted is None:
         return rows
     found = []

@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def most_sequences(self) -> int:
-        """Number of sequences that a data-parallel rank runs at a time under the largest load."""
+        """Number of sequences per data-parallel rank at the highest requested concurrency."""
         ranks = self.topology.replicas * self.topology.dp
         return -(-self.predictions[-1].concurrency // ranks)
 
@@ -75,7 +75,7 @@ class Refused:
 
     topology: Topology
     reason: str
-    missing_bytes: float = 0.0  # bytes that each GPU lacks; 0: another reason
+    missing_bytes: float = 0.0  # bytes of memory that each GPU lacks; 0: it has enough
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Plan:
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """Return the candidate with the fewest axes and a cost at most `TIE` above the least."""
+        """Return the candidate with fewest parallel axes and a cost within `TIE` of the least."""
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
@@ -125,13 +125,13 @@ def make_plan(
 ) -> Plan:
     """Plan all topologies of `spec` on `hardware`.
 
-    `workloads` are in order of concurrency. A request of `max_model_len` tokens must fit. If
-    `max_model_len` is None, the longest request of `workloads` must fit, and the context length is
-    the largest that fits. Each data-parallel rank has `max_num_seqs` slots. The default of slots is
-    the larger of the engine's default and the rank's concurrent requests. With `one_engine`,
+    `workloads` are sorted by ascending concurrency. A request of `max_model_len` tokens must fit.
+    If `max_model_len` is None, the longest request of `workloads` must fit, and the context length
+    is the largest that fits. Each data-parallel rank has `max_num_seqs` slots, by default the
+    larger of the engine's default and the rank's concurrent requests. With `one_engine`,
     unneeded GPUs stay idle. Index keys are sharded with DCP, and if a required request does not fit
-    without sharding. `host_gib` is an engine's main memory for whole blocks, which excludes
-    sharding. `split_for` lists the layouts for which the checkpoint's files are split.
+    without sharding. `host_gib` is an engine's main memory for KV blocks; if it is set, index keys
+    are not sharded. `split_for` lists the layouts for which the checkpoint's files are split.
 
     Raises `ConfigError` if `max_model_len` exceeds the model's context length.
     """

@@ -23,8 +23,8 @@ def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin. The
-    workspace of a step also suffices for the 0.7 GiB in which M3 encodes images.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin to these
+    bytes. The workspace of a step also suffices for the 0.7 GiB in which M3 encodes images.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
@@ -90,7 +90,7 @@ class Topology:
         """Return the options that start one engine, or raise `ConfigError`."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
-            raise ConfigError(f"no options of Negamax start {replace(self, replicas=1).label}")
+            raise ConfigError(f"Negamax has no options for {replace(self, replicas=1).label}")
         return options
 
     @property
@@ -119,7 +119,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    An engine uses GPUs of one machine or all of several machines. Pass `kv_heads` to allow DCP.
+    An engine takes GPUs of one machine, or all GPUs of several. Pass `kv_heads` to allow DCP.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -167,8 +167,8 @@ def fit(
     encoder_tokens: int = EngineOptions.encoder_cache_tokens,
     drafts: Drafts | None = None,
 ) -> Fit:
-    """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens.
-    If the engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
+    """Return the use of a GPU's `budget` bytes, with slots for requests of `longest` tokens. If the
+    engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
     """
     spec = model.weights.spec
     width = spec.vision.text_hidden if spec.vision and encoder_tokens else 0
@@ -191,7 +191,7 @@ def fit(
             weights += draft_bytes(
                 draft, dtype=model.dtype, kept=model.kept, ranks=tp, embeds=stage.is_first_stage
             )
-            # memory for the draft model's logits and its input, residual streams of a prompt chunk
+            # memory for the draft model's logits and for its input, residual streams of a chunk
             logits = max_num_seqs * drafts.speculation.num_speculative_tokens * draft.vocab_size
             streams = len(draft.aux_layers) * LIMITS.max_num_batched_tokens
             room -= 4 * logits // tp + 2 * streams * draft.target_hidden_size

@@ -57,8 +57,7 @@ _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
 }
 _WEIGHTS_ONLY, _ = read_fields("weights_only")
 _PLAIN_BITS = 16  # Modules with 16 or more bits are not quantized.
-# Special characters of regular expressions, which module names do not contain.
-_META = frozenset("*+?^$|()[]{}\\")
+_META = frozenset("*+?^$|()[]{}\\")  # Regular expression characters that no module name contains.
 
 
 def read(spec: QuantizationSpec) -> Scheme:

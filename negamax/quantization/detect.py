@@ -36,7 +36,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
 
 
 def detect(spec: QuantizationSpec | None) -> Scheme | None:
-    """Return a checkpoint's scheme, or None without `spec`. Unknown methods raise `ConfigError`."""
+    """Return a checkpoint's scheme; None if `spec` is None. Unknown methods raise `ConfigError`."""
     if spec is None:
         return None
     if (stored := spec.fields.get("blocks_of")) and spec.source == online.SOURCE:

@@ -1,9 +1,9 @@
-"""Methods "fp8" and "mxfp8" (MiniMax). Modules in the description's list are not quantized.
+"""Methods "fp8" and "mxfp8" (MiniMax). The description lists modules that are not quantized.
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
-stored weights also rounds activations. Blocks need an activation scale per 128 columns, and whole
-matrices need one per token. MXFP8 has a power-of-two scale per 32 columns. Activations of MXFP8
-stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1), routed experts are NVFP4.
+stored FP8 weights also rounds activations to FP8. Blocks need an activation scale per 128 columns,
+and whole matrices need one per token. MXFP8 has a power-of-two scale per 32 columns. Activations of
+MXFP8 stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1), routed experts are NVFP4.
 """
 
 from typing import Any

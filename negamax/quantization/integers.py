@@ -58,7 +58,7 @@ def read_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
 
 
 def make_group_dim(size: int) -> Dim:
-    """Return the dimension of a tensor with one entry per group of columns."""
+    """Return a dimension with one entry per group of `size` columns (-1: all columns)."""
     return ONE if size == -1 else Dim(Axis.COLUMNS, size)
 
 
@@ -69,7 +69,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of group numbers of columns. `is_stored_order`: in any order."""
+    """Return the tensor that holds each column's group number. `is_stored_order`: in any order."""
     return StoredTensor(
         name,
         Role.PERMUTATION,
@@ -86,7 +86,7 @@ def int8_format(
 ) -> TensorFormat:
     """Return the int8 format whose weight_scale has the dimensions `scale`.
 
-    `others` are further stored tensors, which do not change the values. `options` are fields of
+    `others` are further stored tensors, which dequantization does not need. `options` are fields of
     `TensorFormat`.
     """
     return TensorFormat(

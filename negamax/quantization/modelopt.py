@@ -2,7 +2,7 @@
 
 One algorithm applies to all modules that are not excluded. For MIXED_PRECISION, the description
 lists an algorithm per module. If the algorithm is null, no module is quantized, but the KV cache
-may have scales. The fields are in config.json, or under "quantization" in hf_quant_config.json.
+may have scales. config.json contains the description, or hf_quant_config.json under "quantization".
 
 Most algorithms also round activations. For FP8 per matrix or row, kernels may round activations
 with a scale per token. For other formats, activations stay in the compute dtype.

@@ -79,7 +79,7 @@ INT8_DEQ_SCALE = TensorFormat(
 def int4(parts: int) -> TensorFormat:
     """Return int4 with a weight_scale per row. The low half of a byte belongs to the even row.
 
-    scale_bias has a sum for each of `parts` ranges of columns, to correct rounded activations.
+    scale_bias corrects rounded activations, with a value per row and each of `parts` column ranges.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",
@@ -93,7 +93,7 @@ def int4(parts: int) -> TensorFormat:
     )
 
 
-_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # their scale_bias has 16 columns, not 1
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # matrices whose scale_bias has 16 columns, not 1
 _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 

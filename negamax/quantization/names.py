@@ -59,7 +59,7 @@ def quantized(
 
 
 def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
-    """Return the description for loading MXFP8 matrices as FP8 blocks, or None without MXFP8."""
+    """Return the description for loading MXFP8 matrices as FP8 blocks; None if there are none."""
     try:
         scheme = detect(spec)
     except ConfigError:  # skip: the loader will report this error

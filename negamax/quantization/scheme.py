@@ -32,8 +32,7 @@ class Scheme:
     """The formats of a checkpoint's linear layers."""
 
     formats: tuple[TensorFormat, ...]  # All formats of the checkpoint except PLAIN.
-    # Returns the format of a module, such as "model.layers.0.self_attn.q_proj".
-    format_of: Callable[[str], TensorFormat]
+    format_of: Callable[[str], TensorFormat]  # Maps a module name to the format of its weight.
 
     @classmethod
     def of(
@@ -90,7 +89,7 @@ def check_fields(
 
 @cache
 def read_fields(name: str) -> tuple[dict[str, tuple[object, ...]], tuple[str, ...]]:
-    """Return supported values by field, and other allowed fields, of a table of fields.toml."""
+    """Return table `name` of fields.toml: supported values by field, and other allowed fields."""
     table = _FIELDS[name]
     values: dict[str, tuple[object, ...]] = {}
     for field, supported in table.get("values", {}).items():
@@ -103,7 +102,7 @@ def read_fields(name: str) -> tuple[dict[str, tuple[object, ...]], tuple[str, ..
 
 
 def check_table(spec: QuantizationSpec, name: str) -> None:
-    """Check the fields of `spec` with a table of fields.toml. Raises `ConfigError`."""
+    """Check the fields of `spec` against table `name` of fields.toml. Raises `ConfigError`."""
     values, others = read_fields(name)
     check_fields(spec, values, beside=others or None)
 
@@ -133,9 +132,9 @@ def check_kv_cache(spec: QuantizationSpec) -> None:
 def is_within(module: str, names: Sequence[str]) -> bool:
     """Return whether `module` is one of `names` or a submodule of one, in any spelling.
 
-    The name "gate" contains "mlp.gate" but not "mlp.gate_up". In a name, * matches any characters.
-    A name that starts with "re:" is a regular expression. A fused name such as "gate_up_proj"
-    selects each of its matrices.
+    The name "gate" includes the module "mlp.gate" but not "mlp.gate_up". In a name, * matches any
+    characters. A name that starts with "re:" is a regular expression. A fused name such as
+    "gate_up_proj" selects each of its matrices.
     """
     names = _unfused(tuple(names))
     known = _canonical(names)

@@ -21,7 +21,7 @@ class BlockPool:
         """`changes`: list that receives (block hash, True if indexed or False if evicted)."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # number of times that a block was freed or indexed; then a refused admission may succeed
+        # number of times that a block was freed or indexed, so a refused admission may succeed
         self.gain_count = 0
         self.eviction_count = 0  # number of cached blocks that were evicted for other content
         self._ref_counts = [0] * num_blocks
@@ -66,7 +66,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release the blocks of a sequence, in position order. The last blocks are reused first."""
+        """Release the blocks of a sequence, in position order. The last block is reused first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -84,7 +84,7 @@ class BlockPool:
         self._cached.clear()
 
     def index(self, block_id: int, block_hash: bytes) -> None:
-        """Index a held block whose KV is complete if no other block has the same content."""
+        """Index a held, complete block, unless another block has the same content."""
         assert self._ref_counts[block_id] > 0 and self._block_hashes[block_id] is None
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block_id

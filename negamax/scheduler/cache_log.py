@@ -2,7 +2,7 @@
 
 The block pools append each indexed or evicted block to the log. A chain lists the hashes and tokens
 of consecutive blocks of a sequence. The log contains chains of blocks that were indexed or that an
-admitted sequence reuses. The log gets the chain of a loaded block after the block's change.
+admitted sequence reuses. A loaded block is logged first as a change and later in a chain.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Change = tuple[bytes, bool]  # (hash of a block, True if it was cached or False 
 
 @dataclass
 class CacheLog:
-    """Ordered changes of each cache level since the last `take`, appended by a rank's scheduler."""
+    """Changes of each cache level since the last `take`, oldest first."""
 
     # (hashes of a sequence, index of the first block, index after the last block)
     chains: list[tuple[BlockHashes, int, int]] = field(default_factory=list)

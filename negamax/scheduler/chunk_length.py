@@ -1,7 +1,7 @@
 """Choose how many tokens of a prompt run in one step.
 
 A token attends to all earlier tokens, so later chunks of equal length take longer. In a pipeline,
-later stages wait for the last chunk of a prompt, which takes longest.
+later stages wait for the last chunk of a prompt, and this chunk takes longest.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class ChunkLength(Protocol):
-    """Chooses the length of each prompt chunk. The length depends only on the arguments."""
+    """Chooses the length of each prompt chunk, only from the arguments of `fit`."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         """Return the number of tokens to run (at least 1), and how much of `budget` these tokens

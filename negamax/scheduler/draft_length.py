@@ -4,14 +4,14 @@ A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yi
 + ... tokens per row. p_i is the probability that a row accepts draft i after it has accepted all
 earlier drafts. Committed steps update the estimates of T and p_i:
 
-- T is the step time measured at start, multiplied by two factors. One factor applies to all k,
-  because contexts grow. The other factor applies to a single k. A Kalman filter estimates the
+- T is the step time measured at start, multiplied by two factors: a factor for all k, which
+  follows the growth of contexts, and a factor for each k. A Kalman filter estimates the
   logarithms of these factors. A draft length k with an uncertain factor gets a better score, so
   that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
 - p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
   an unused k again after growing intervals, because the weight of old trials decays. If the draft
   model has a confidence head, p_i is the mean of the head's recent estimates, corrected by their
-  mean error. A p_i with estimates of the head adapts to changes after few trials.
+  mean error. With the confidence head, p_i adapts to changes after few trials.
 
 The chosen lengths depend only on the sequence of calls.
 """
@@ -38,14 +38,15 @@ _GAIN = 1.01  # factor by which the score of a new draft length must exceed the 
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 # Acceptance rates that the draft model estimates. The weight of an estimate falls to a third after
 # `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as
-# `_ESTIMATE_TRIALS` trials or more. The mean error of `_LEAST_BIAS_TRIALS` or more trials is added.
+# `_ESTIMATE_TRIALS` trials or more. From `_LEAST_BIAS_TRIALS` trials on, estimates are corrected by
+# their mean error.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable
-# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
-# because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
-# `_OWN_ERROR`: extra variance of each draft length. `_NOISE`: variance of one measured time.
+_UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable.
+# `_ERROR`: initial variance of the log step time with the longest drafts, because times measured at
+# start exclude the host's work. Shorter drafts have a smaller variance. `_OWN_ERROR`: additional
+# variance for each draft length. `_NOISE`: variance of the logarithm of one measured time.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # extra variance of each draft length in a new size class of rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
@@ -78,7 +79,7 @@ class FixedDraftLength:
 
 class _Times:
     """Corrections to the logarithms of step times, for one size class. A draft length's correction
-    is the sum of one number for all lengths and one of its own, which a Kalman filter estimates.
+    is a common number plus a number of its own, which a Kalman filter estimates.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -89,8 +90,8 @@ class _Times:
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
         self._means = [0.0] * (len(self._lengths) + 1)  # log time factor of all, then each length
-        # a time error of long drafts also changes the estimates of shorter drafts, but less
         most = math.log1p(self._lengths[-1])
+        # a time error of long drafts also changes the estimates of shorter drafts, but less
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
         for i, share in enumerate(shares):
@@ -99,7 +100,7 @@ class _Times:
             self._covariances.append([0.0, *row])
 
     def extrapolate(self, *, step: int) -> _Times:
-        """Return the initial state of a size class with half or twice as many rows."""
+        """Return the initial state for a size class with half or twice the rows of this class."""
         times = _Times(self._lengths, step=step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
@@ -159,20 +160,20 @@ class _Shares:
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return the accepted share at this position. `prior`: share at the previous position."""
+        """Return this position's acceptance rate. `prior`: rate of the previous position."""
         if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # no usable estimate
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Record the draft model's mean estimate for `num_rows` rows; None: no estimate."""
+        """Record the draft model's mean acceptance estimate for `num_rows` rows (None: none)."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # replace trials by the estimate
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # convert the estimate to trials
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most
@@ -211,7 +212,7 @@ class AdaptiveDraftLength:
         """
         self._lengths = (0, *lengths)
         self._places = [_Shares() for _ in range(self._lengths[-1])]
-        self._times: dict[int, _Times] = {}  # keys: `_size_class` of the number of rows
+        self._times: dict[int, _Times] = {}  # `_size_class` of the number of rows -> times
         self._measured: dict[int, list[tuple[int, float]]] = {
             drafts: [] for drafts in self._lengths
         }
@@ -282,8 +283,8 @@ class AdaptiveDraftLength:
             place.new_accepted += num_rows
 
     def add_expected(self, num_rows: int, shares: Sequence[float]) -> None:
-        """Record what the draft model expects for `num_rows` rows. `shares[i]` is the share of rows
-        that the draft model expects to accept drafts 0 to i.
+        """Record the draft model's acceptance estimates for `num_rows` rows. `shares[i]` is the
+        share of rows that the draft model expects to accept drafts 0 to i.
         """
         self._num_expected += num_rows
         for place, share in enumerate(shares[: len(self._places)]):
@@ -306,7 +307,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score draft lengths by tokens/s, with step times reduced by `tried` deviations."""
+        """Score draft lengths by tokens/s; reduce step times by `tried` standard deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []

@@ -6,7 +6,7 @@ digest of the image. If another image needs pages, the least recently used image
 worker runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 
 Decodes wait while a step encodes images. Several steps with decodes therefore encode a large image,
-each a part of the tower's layers, and the image's tokens run with the last part.
+and each runs a part of the tower's layers. The tokens of a large image run with its last part.
 """
 
 from collections import OrderedDict
@@ -33,13 +33,13 @@ class EncodedImage:
     pages: list[int]
     rank: int  # rank that encodes the image
     num_parts: int  # number of parts in which the image is encoded
-    num_planned: int = 0  # number of parts in plans
+    num_planned: int = 0  # number of parts that plans contain so far
     step_ids: list[int] = field(default_factory=list)  # ids of the steps that encode the parts
     num_users: int = 0  # number of images in sequences that use these pages
 
     @property
     def is_planned(self) -> bool:
-        """Whether plans encode all parts, so that the current plan may use the embeddings."""
+        """Whether plans encode all parts of the image, so that this plan may use the embeddings."""
         return self.num_planned == self.num_parts
 
 
@@ -74,8 +74,8 @@ class EncoderCache:
         )
 
     def continue_images(self, step_id: int, *, has_decodes: bool) -> None:
-        """Add the next part of each partial image to plan `step_id`. Without decodes in the plan,
-        add all remaining parts.
+        """Add the next part of each partly encoded image to plan `step_id`. Without decodes in the
+        plan, add all remaining parts.
         """
         self._limit = PART_PATCHES if has_decodes else STEP_PATCHES
         for held, image in list(self._partial.values()):
@@ -109,15 +109,15 @@ class EncoderCache:
                 self._drop_user(held, is_valid=True)
 
     def release_all(self, sequence: Sequence, *, is_valid: bool = True) -> None:
-        """Release all images of a sequence that leaves the batch. If `is_valid` is False, other
-        sequences must encode the images again.
+        """Release all images of a sequence that leaves the batch. If `is_valid` is False, the
+        embeddings are invalid, and other sequences must encode the images again.
         """
         for held in sequence.held_images.values():
             self._drop_user(held, is_valid=is_valid)
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Drop images that a lost plan encodes. Return the `running` sequences that use them."""
+        """Drop images that a lost plan encodes, and return `running` sequences that use them."""
         for held in [held for held in self._images.values() if step_id in held.step_ids]:
             del self._images[held.key]
             self._forget_partial(held)
@@ -177,7 +177,7 @@ class EncoderCache:
             del self._partial[held.rank]
 
     def _fits(self, image: ImageInput) -> bool:
-        """Whether a new image fits this plan. A rank's first image needs only enough free pages."""
+        """Whether a new image fits this plan. A rank's first image in a plan may have any size."""
         rank = self._next_rank()
         load = self._loads[rank]
         is_due = not load or load + _weigh(image) <= self._limit

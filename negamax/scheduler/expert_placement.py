@@ -12,7 +12,7 @@ Slots = Sequence[int]  # index of the expert in each slot
 
 
 def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float]:
-    """Return the number of tokens on each rank. `loads`: number of tokens of each expert."""
+    """Return how many tokens each rank computes. `loads`: number of tokens of each expert."""
     copies, per_rank = Counter(slots), len(slots) // num_ranks
     shares = [loads[expert] / copies[expert] for expert in slots]
     return [sum(shares[at : at + per_rank]) for at in range(0, len(slots), per_rank)]
@@ -72,7 +72,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign packs of experts to ranks that have many of them, and keep these in their slots."""
+    """Give each rank the pack that has most of its experts; these experts keep their slots."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [

@@ -113,7 +113,7 @@ class FileTier:
             self._queue[block_hash] = None
 
     def touch(self, block_hash: bytes) -> None:
-        """Record a use of a block. A plan reports the use only if the file may be deleted soon."""
+        """Record a use of a block. A plan lists the use only if the file may be deleted soon."""
         used_at = self._index.get(block_hash)
         if used_at is not None:
             if self._time - used_at > self.num_blocks // 4:
@@ -184,7 +184,7 @@ class FileTier:
         )
 
     def commit(self, progress: FileProgress) -> None:
-        """Apply the combined report of all ranks."""
+        """Apply the file progress that all ranks have reported."""
         self.progress = progress
         self._missing.update(progress.missing)
         for write in list(self._writes.values()):

@@ -133,7 +133,7 @@ class GroupScheduler:
         return admitted
 
     def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
-        """Return `Scheduler.proposed` of all ranks for the oldest uncommitted step."""
+        """Return drafts for grammar rows of the oldest uncommitted step, by request id."""
         ranks = zip(self.ranks, results, strict=True)
         return {name: drafts for rank, one in ranks for name, drafts in rank.proposed(one).items()}
 
@@ -178,7 +178,7 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
-    """Return the largest values over `plans`. `sequences[i]`: the rows' sequences of plans[i]."""
+    """Return the size of a step of `plans`. `sequences[i]`: the rows' sequences of plans[i]."""
     is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

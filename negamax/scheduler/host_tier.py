@@ -5,7 +5,7 @@ copies (`HostCopies`). The worker runs copies in plan order, and each step waits
 copies of blocks that it reads or writes. The index of host blocks can change before the copies:
 
 - A full KV block is *stored* with the next plan. Requests can use the host block after the commit
-  of this plan.
+  of the plan that stores it.
 - A waiting request's missing blocks are *loaded* into free KV blocks. The host blocks and KV blocks
   of a load stay allocated until the worker reports the end of the load. After the load, the KV
   blocks are cached like computed blocks, and the request waits for its admission again.
@@ -135,8 +135,8 @@ class HostTier:
 
     def begin(self, sequence: Sequence) -> bool:
         """Load a waiting sequence's missing blocks, or join a pending load of the first missing
-        block. Blocks in files are read first. The pool must have enough free blocks. Return False
-        if no block is missing.
+        block. Blocks in files are read into host memory first. The pool must have enough free
+        blocks. Return False if no block is missing.
         """
         found = list(self._match(sequence))
         unread = [index for index, block in enumerate(found) if block == (None, None)]
@@ -175,7 +175,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its load, which continues. Return False if it has no load."""
+        """Detach a sequence from its load, which continues. Return False if there is no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
@@ -216,7 +216,7 @@ class HostTier:
     def commit(self, result: StepResult) -> None:
         """Index host blocks that the step stored, and end completed loads, reads and writes."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # the block was not dropped
+            if self._storing.get(store.block_hash) == store.place:  # `evict` did not drop the store
                 self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)

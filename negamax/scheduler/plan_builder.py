@@ -26,7 +26,7 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []  # one sequence per entry of `slots`
         self.slots: list[int] = []
         self.drafts: dict[int, int] = {}  # row -> number of its draft tokens, if above 0
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # (length, if it samples, sequence)
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # (length, samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:
         self.appended_slots.append(sequence.slot)
@@ -62,7 +62,7 @@ class PlanBuilder:
             self.chunks.append((earlier[0][0] + count, samples, sequence))
 
     def finish(self, *, has_constrained: bool, num_proposed: int) -> StepPlan:
-        """Return the plan, and add the sequences of chunks to `sequences`, in the order of rows."""
+        """Return the plan, and append the sequences of chunks to `sequences`, in row order."""
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
         images: list[ImageRun] = []

@@ -43,8 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # like `logprobs`, for prompt tokens after the first
     grammar: Grammar | None = None  # grammar that constrains the content
     reasoning: Reasoning | None = None  # tags around the reasoning; None: no reasoning
-    # number of reasoning tokens after which the end of the reasoning is forced; needs `reasoning`
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = None  # maximum reasoning tokens; needs `reasoning`
 
     @property
     def is_constrained(self) -> bool:
@@ -168,8 +167,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None  # data-parallel rank that must run the request; None: any
     lease_id: str = ""  # if set, id under which the KV of the prompt is kept for another engine
     remote: RemotePrompt | None = None  # engine that has the prompt's KV; None: compute the KV here
-    images: list[ImageInput] = []  # images in the order of the prompt
-    # number of prompt tokens that the other engine found cached; None: this engine runs the prompt
+    images: list[ImageInput] = []  # images in the order of the prompt.
+    # `num_remote_cached_tokens`: prompt tokens that `remote` found cached; None: no `remote`
     num_remote_cached_tokens: int | None = None
 
 

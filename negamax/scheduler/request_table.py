@@ -70,7 +70,7 @@ class RequestTable:
         return sequence
 
     def admit(self, sequence: Sequence) -> bool:
-        """Record that a sequence gets a slot. Return whether this is its first admission."""
+        """Record that a sequence gets a slot. Return whether the sequence had no slot before."""
         self._turn = max(self._turn, sequence.turn)
         self.num_rows[sequence.tenant] += 1
         is_first, sequence.was_admitted = not sequence.was_admitted, True
@@ -124,7 +124,7 @@ class RequestTable:
             end = image.end
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse a request that needs more blocks than the pool has. The last token needs no KV."""
+        """Refuse a request if its tokens, except the last, need more blocks than the pool has."""
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:

@@ -42,8 +42,8 @@ from negamax.scheduler.waiting import (
     rank_waiting,
 )
 
-# Cost of a running sequence over all its steps: `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of
-# KV cache. The unit of cost is the time of one prompt token.
+# Over all its steps, a running sequence costs `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of KV
+# cache. The unit of cost is the time of one prompt token.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """All ranks share `requests`. Without `draft_length`, `limits` set the number of drafts."""
+        """All ranks share `requests`. Without `draft_length`, `limits` set the draft length."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
@@ -86,7 +86,7 @@ class Scheduler:
         self._in_flight: deque[_UncommittedPlan] = deque()
         # id of the request whose admission was last refused, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # id of a request for which preemption cannot make room, and the gain count for a new try
+        # id of a request for which preemption cannot make room, and the gain count it waits for
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # id of the last committed step
@@ -139,8 +139,8 @@ class Scheduler:
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
-        """Postpone rows of the latest plan until `unblock`: `commit` ignores their samples, and
-        their last token runs again. The step's `GrammarBitmask` lists these rows.
+        """Postpone rows of the latest plan until `unblock`: `commit` ignores the rows' samples, and
+        the rows' last tokens run again. The step's `GrammarBitmask` lists these rows.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -218,7 +218,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence to this rank, or None if it must wait.
-        The cost is the number of tokens to run before its first output, plus the cost of the batch.
+        The cost counts the tokens before the sequence's first output, plus the cost of the batch.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -241,7 +241,7 @@ class Scheduler:
 
     def can_take(self, sequence: Sequence) -> bool:
         """Whether this rank can preempt rows of another tenant to admit a sequence of the group's
-        queue. The sequence must rank before all sequences in the rank's own queue.
+        queue. The sequence must come before all sequences in the rank's own queue.
         """
         num_rows = self._requests.num_rows
         first = self._waiting.first(num_rows)
@@ -351,7 +351,7 @@ class Scheduler:
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """Plan a row for each running sequence that has one token to run, with up to `most_drafts`
         drafts if the budget allows. The budget suffices for one token of every running sequence,
-        because admission reserves it. Return the sequences with more tokens to run, in order.
+        because admission reserves it. Return, in order, sequences with several tokens to run.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
@@ -369,7 +369,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if total >= sequence.limit:
-                continue  # a step in flight samples the last token
+                continue  # a step in flight will sample the row's last token
             if not self._turns.is_due(sequence) or len(slots) == most_rows:
                 continue
             if computed >= sequence.capacity:
@@ -440,9 +440,9 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption. The
-        rows have the fewest computed tokens of the tenant with the most rows. That tenant keeps
-        more rows than the waiting tenant. Return None if preemption cannot make room.
+        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption.
+        Rows of the tenant with the most rows yield, fewest computed tokens first, and this tenant
+        keeps more rows than the waiting tenant. Return None if preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -493,8 +493,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, one more block must be free. Without this block, the next running
-        sequence that grows would preempt the new one. If no sequence runs, all blocks are free.
+        While other sequences run, a further block must stay free for their growth, which would
+        otherwise preempt the new sequence. If no sequence runs, all blocks are free.
         """
         if not self._may_admit(sequence):
             return None
@@ -548,7 +548,7 @@ class Scheduler:
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return (cached blocks, number of missing blocks, number of free blocks needed)."""
+        """Return (cached blocks, number of missing blocks, free blocks needed for admission)."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:

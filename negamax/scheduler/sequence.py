@@ -67,18 +67,16 @@ class Sequence:
         self.num_indexed = 0  # number of leading blocks that were offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
-        self.known_at = 0  # number of the first turn whose plan may run the last sampled token
+        self.known_at = 0  # first turn (`Turns`) in which the last sampled token may run
         self.num_proposed = 0  # number of draft tokens that follow the last sampled token
         self.drafts = (0, 0, 0)  # numbers of rows with drafts, drafts, accepted drafts
         self.was_admitted = False
         self.num_cached_tokens = 0  # number of prompt tokens found cached at first admission
-        # after a preemption: id of the last step that may still yield tokens for this sequence
-        self.resume_after = -1
+        self.resume_after = -1  # last step id that may yield tokens for a preempted sequence
         self.may_load = True  # whether host memory is searched before the next admission
         self.may_read = True  # whether files are searched before the next admission
         self.retry_gain = 0  # value of pool.gain_count at which admission is tried again
-        # collected prompt logprobs; None: not requested, or already sent
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[TokenLogprobs] | None = None  # None: not requested, or sent
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # whether masks may limit the next token

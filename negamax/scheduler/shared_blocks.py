@@ -44,12 +44,12 @@ class Lease:
 
     @property
     def places(self) -> list[int]:
-        """The host blocks of a readable lease, in order."""
+        """The host blocks of a readable lease, in the order of the prompt."""
         return [self.held[index] for index in range(len(self.hashes))]
 
     @property
     def is_readable(self) -> bool:
-        """Whether all blocks are in host memory or a launched plan copies them to host memory."""
+        """Whether all blocks of the lease are in host memory, or a launched plan copies them."""
         return len(self.held) == len(self.hashes)
 
 
@@ -112,8 +112,8 @@ class SharedBlocks:
         self._settle(step_id)
 
     def take_queued(self) -> None:
-        """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. If
-        two leases stored blocks at a time, each could wait for host blocks of the other.
+        """Store queued blocks and the blocks of the oldest unreadable lease with the next plan. If
+        two leases stored blocks at the same time, each could wait for host blocks of the other.
         """
         for lease in self._unsettled[:1]:
             self._host.offer_hashes(lease.hashes)

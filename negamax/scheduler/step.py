@@ -33,14 +33,13 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Largest values over all data-parallel ranks that run the step together."""
+    """Sizes of a step, as maxima over all data-parallel ranks that run it together."""
 
     num_tokens: int
     num_rows: int
     num_drafts: int  # largest number of draft tokens that a row verifies or proposes
     is_decode: bool  # whether all rows of all ranks are decodes (with or without drafts)
-    # with context parallelism: number of tokens of the largest shard; 0: the step is not sharded
-    largest_shard: int = 0
+    largest_shard: int = 0  # tokens of the largest PCP rank's shard; 0: the step is not sharded
 
 
 def is_sharded(longest_run: int, num_shards: int) -> bool:
@@ -89,8 +88,7 @@ class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stored_places: list[int]  # the host block of each stored KV block
     loaded_places: list[int]  # host blocks to copy to KV blocks
     loaded_blocks: list[int]  # the KV block of each loaded host block
-    # whether the worker waits briefly for running copies if the plan has no rows
-    is_awaited: bool = False
+    is_awaited: bool = False  # whether a worker with a plan without rows waits briefly for copies
     files: FileCopies | None = None
 
 
@@ -98,14 +96,14 @@ ROWS_PER_PAGE = 16  # number of image embeddings in a page
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image that one rank encodes before the step. Other ranks use zero embeddings."""
+    """An image that one rank encodes before the step, while other ranks contribute zeros for it."""
 
     rank: int  # rank that encodes the image, see `ParallelLayout.encoder_rank`
     pages: list[int]  # pages that store the image's embeddings, in order
     grid: tuple[int, int]  # number of rows and of columns of patches
-    pixels: bytes  # uint8 [height, width, 3]; b"" after the image's first job
-    # first part of the tower's layers to run, part after the last, and number of parts. A rank
-    # encodes at most one image in several parts at a time.
+    pixels: bytes  # uint8 [height, width, 3]; b"" after the image's first job.
+    # `parts` of the tower's layers: the first to run, the index after the last, and the total. A
+    # rank encodes at most one image in several parts at a time.
     parts: tuple[int, int, int] = (0, 1, 1)
 
     @property
@@ -135,15 +133,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     appended_blocks: list[int]  # KV blocks to append to block tables
     slots: list[int]
     num_scheduled: list[int]  # number of tokens to run, at least 1
-    # how many of the num_scheduled tokens are drafts; the worker replaces missing drafts by padding
-    num_draft_tokens: list[int]
-    # whether the row samples after its last known token and after each draft token
-    needs_sampling: list[bool]
-    # indices of rows that wait for the `GrammarBitmask` before sampling; []: no bitmask is sent
-    grammar_rows: list[int] = []
+    num_draft_tokens: list[int]  # number of drafts in `num_scheduled`, missing drafts included
+    needs_sampling: list[bool]  # whether the row samples after its last known token and each draft
+    grammar_rows: list[int] = []  # indices of rows that sample after the `GrammarBitmask`
     num_proposed: int = 0  # number of drafts to propose for each sampled row
-    # largest values over the plans of all data-parallel ranks; None: there is one rank
-    of_all: StepSize | None = None
+    of_all: StepSize | None = None  # maxima over all data-parallel ranks; None: there is one rank
     experts: ExpertStep | None = None
     copies: HostCopies | None = None
     encodes: list[EncodeJob] = []
@@ -172,8 +166,7 @@ class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows: list[int]  # row of the plan for each sample
     places: list[int]  # index in `masks` for each entry of `rows`; -1: all tokens are allowed
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
-    # rows with late masks; the scheduler ignores their samples and runs their last token again
-    postponed: list[int] = []
+    postponed: list[int] = []  # rows with late masks, whose samples the scheduler ignores
 
 
 class RowFailures(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -200,8 +193,8 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     read_step: int = -1  # the reads of plans up to this step id are complete
     written_step: int = -1  # the writes of plans up to this step id are complete
     missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
-    is_off: bool = False  # whether an error has disabled the files
-    # Totals since the start. `num_evicted`: files above the size limit. `num_errors`: file errors.
+    is_off: bool = False  # whether an error has disabled the files.
+    # The next four are totals since the start. `num_evicted`: files deleted at the size limit.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0
@@ -226,28 +219,25 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     step_id: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]  # index in `token_ids` -> logprobs, if requested
-    # row of the plan -> logprobs of its prompt tokens in the step, except a prompt's first token
+    logprobs: dict[int, TokenLogprobs]  # index in `token_ids` -> logprobs, if requested.
+    # `prompt_logprobs`: row of the plan -> logprobs of its prompt tokens, except a prompt's first.
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # row of the plan -> reason why the row failed
     num_accepted: dict[int, int] = {}  # row of the plan -> number of accepted drafts
-    # grammar row of the plan -> proposed draft tokens; -1 stands for no draft
-    proposed: dict[int, list[int]] = {}
+    proposed: dict[int, list[int]] = {}  # grammar row of the plan -> proposed drafts; -1: no draft
     device_seconds: float = 0.0  # GPU time of the step
     idle_seconds: float = 0.0  # time for which the GPU was idle before the step
-    # [layers, experts] int64: number of selections of each expert on all ranks; b"": not requested
-    expert_counts: bytes = b""
-    # row of the plan -> number of proposed drafts, for rows with fewer drafts than planned
-    num_draft_tokens: dict[int, int] = {}
-    loaded_step: int = -1  # the loads of plans up to this step id are complete
-    # expected[i]: the draft model's estimate of the share of rows that accept drafts 0 to i. The
-    # list has one entry more than the proposed drafts. []: no estimate
+    expert_counts: bytes = b""  # int64 [layers, experts] selections on all ranks; b"": not wanted
+    num_draft_tokens: dict[int, int] = {}  # row -> number of its drafts, if fewer than planned
+    loaded_step: int = -1  # the loads of plans up to this step id are complete.
+    # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i. The
+    # list `expected` has one entry more than the proposed drafts; []: no estimate.
     expected: list[float] = []
     files: FileProgress | None = None
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Output of one request from a committed step. The engine sends it to the server unchanged."""
+    """Output of one request from a committed step, which the engine sends to the server."""
 
     request_id: str
     token_ids: list[int]
@@ -258,8 +248,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None
     is_refusal: bool = False  # whether the request caused the error, so a retry would fail
-    # whether no grammar process was free in time or the process died, so a retry may succeed
-    is_lost: bool = False
-    lacks_prompt: bool = False  # whether the prompt did not arrive from another engine
-    # totals of a finished request: rows with drafts, drafts, accepted drafts; None: no drafts
+    is_lost: bool = False  # whether no grammar process was free or alive, so a retry may succeed
+    lacks_prompt: bool = False  # whether the prompt did not arrive from another engine.
+    # `drafts` of a finished request: number of rows with drafts, of drafts and of accepted drafts
     drafts: tuple[int, int, int] | None = None

@@ -36,7 +36,7 @@ class WaitingQueue:
             del self._by_tenant[sequence.tenant]
 
     def tenants(self, priority: int) -> set[str]:
-        """Return the tenants with a sequence of this or better priority."""
+        """Return the tenants with a sequence of `priority` or a better priority."""
         heads = self._by_tenant.items()
         return {tenant for tenant, queue in heads if queue[0].order[0] <= priority}
 

@@ -2,8 +2,8 @@
 
 Templates, tokenizers and images are not trusted, because they can take unlimited time or memory. A
 process loads the template, the tokenizer or the decoder, and forks child processes
-(`text.confined_process`). A child process answers one call at a time. The kernel ends a child
-process that exceeds its limit of time or memory. The caller then receives an error.
+(`text.confined_process`). A child process answers one call at a time. The operating system ends a
+child process that exceeds its limit of time or memory, and the caller receives an error.
 """
 
 import json
@@ -73,7 +73,7 @@ class Confined:
         self._idle: list[Connection] = []  # idle child processes; at most one per server thread
 
     def load(self) -> Any:
-        """Start the process, and return facts about the loaded code. Raises `CheckpointError`."""
+        """Start the process, and return facts about a loaded template. Raises `CheckpointError`."""
         with self._lock:
             self._load()
             return self._facts

@@ -27,7 +27,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
-    """Load the code of `kind`. Return facts about the code, and the function that answers calls.
+    """Load the code of `kind`. Return facts on a template, and the function that answers calls.
 
     The `setup` of a "chat template" is (source, variables, name), and the `setup` of a "tokenizer"
     is (folder). An "image decoder" has no `setup`. Raises `CheckpointError` if loading fails.
@@ -102,7 +102,7 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
 def _limit(seconds: float, num_bytes: int) -> None:
     """Set limits for this process: `seconds` of processor time and `num_bytes` of further memory.
 
-    The kernel ends the process after `seconds`. The limit of memory works only on Linux.
+    The operating system ends the process after `seconds`. The limit of memory works only on Linux.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":

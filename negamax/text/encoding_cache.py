@@ -16,7 +16,7 @@ from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-KEPT_CHARS = 256  # parts of prompts with more than this number of characters are cached
+KEPT_CHARS = 256  # prompt parts of more than this number of characters are cached
 CACHE_BYTES = 64 << 20
 
 _RUN_CHARS = 1024  # minimum characters of a part that joins several short texts

@@ -15,8 +15,7 @@ from negamax.base.pieces import replace_all
 from negamax.base.unicode import valid_unicode
 
 ESCAPE = "\udfff"  # a lone surrogate, which valid text of a client cannot contain
-# Fields of a call whose strings M3's template writes between < and >.
-_INSERTED = frozenset({"name", "arguments"})
+_INSERTED = frozenset({"name", "arguments"})  # Call fields that M3's template writes in <>.
 
 
 def unescape(text: str) -> str:
@@ -31,7 +30,7 @@ class TokenEscaper:
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added` has the texts of all added tokens, `structure` the texts of tags in answers."""
+        """`added`: texts of all added tokens. `structure`: texts of the tags in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))

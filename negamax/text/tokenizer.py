@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether `encode` waits for another process. Event loops must call it in a thread."""
+        """Whether `encode` waits for another process. Event loops call `encode` in a thread."""
         return self._confined is not None
 
     def encode(
@@ -114,8 +114,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`, without added start or end tokens.
 
-        The text of an added token (`[e~[`, `<think>`, …) becomes the id of this token. With
-        `allow_special=False` this text is encoded as ordinary text. A lone surrogate becomes
+        The text of an added token (`[e~[`, `<think>`, …) becomes the id of this token, or
+        ordinary text with `allow_special=False`. A lone surrogate becomes
         U+FFFD. Raises `TooManyTokensError` above `max_tokens`, and the errors of `Confined.call`.
         """
         if self._confined is not None:
@@ -231,7 +231,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. If none exist, the pattern never matches."""
+        """Pattern of all added tokens, longest first. Without added tokens, nothing matches."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

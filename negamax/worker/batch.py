@@ -1,6 +1,6 @@
 """Build the inputs of a forward pass from a plan and the request state. The host lays out the
 tokens and sends the layout in one transfer. The device adds each slot's number of computed tokens,
-which may be unknown to the host.
+which the host may not have, to the positions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampleInputs:
     slots: list[int]  # [R] slot of each sampled row
     bounds: list[int]  # [R] upper bounds of the positions of the sampled tokens
     slots_device: Tensor  # [R] int64, `slots` on the device
-    positions_device: Tensor  # [R] int64, position of the sampled token
+    positions_device: Tensor  # [R] int64, position of each sampled token
 
 
 class StepColumns(NamedTuple):
@@ -58,11 +58,8 @@ class BatchLayout:
     num_decodes: int
     columns: StepColumns
     seq_len_bounds: Column  # [S] upper bound of each sequence's length after this step
-    # for each row of the plan: index of its first prompt token among the T tokens; unused if the
-    # row has no prompt token
-    prompt_starts: list[int]
-    # [R] index of the plan's row for each sample; a row with k draft tokens has k + 1 samples
-    sample_rows: Column
+    prompt_starts: list[int]  # plan's row -> index of its first prompt token in the step, if any
+    sample_rows: Column  # [R] plan's row for each sample; a row with k drafts has k + 1 samples
     sample_slots: Column  # [R] slot of each sample
     sample_offsets: Column  # [R] offset of each sampled token, as in `StepColumns`
     sample_tokens: Column  # [R] index of the token before each sampled token among the T tokens

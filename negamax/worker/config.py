@@ -25,12 +25,11 @@ class RankAddresses:
     results: tuple[str, ...]  # one endpoint per data-parallel rank, for the results of its plans
     rendezvous: str  # file or TCP address of PyTorch's store, through which all ranks connect
     beats: str  # file to which the ranks of one machine write heartbeats
-    # name of the network interface to the other ranks' machines; None: there is one machine
-    interface: str | None = None
+    interface: str | None = None  # network interface to the other machines; None: one machine
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
-        """Return Unix sockets and files. PyTorch's TCP store would listen without a key."""
+        """Return socket and file paths. PyTorch's TCP store would listen without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),
@@ -48,7 +47,7 @@ class LaneOptions:
     host: str | None  # this machine's IP address; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
-        """Return the endpoint for other engines. On a network, the system assigns the port."""
+        """Return the endpoint for block reads. On a network, the system assigns the port."""
         local = f"ipc://{self.folder}/lane-{rank}"
         return local if self.host is None else tcp_endpoint(self.host, "*")
 
@@ -95,8 +94,7 @@ class WorkerConfig:
     show_progress: bool
     addresses: RankAddresses | None  # None if the rank runs alone in the executor's process
     index_cache_dtype: str = "auto"  # allowed: the values of kv_cache_dtype
-    # all-to-all backend between data-parallel ranks
-    all2all_backend: str = "allgather_reducescatter"
+    all2all_backend: str = "allgather_reducescatter"  # between data-parallel ranks
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # folder of the weight cache
     num_replicas: int = 1  # number of engines with these options on the machine
@@ -131,7 +129,7 @@ class WorkerConfig:
 
     @property
     def num_cpu_ranks(self) -> int:
-        """Number of ranks that share the machine's memory on the CPU."""
+        """Number of CPU ranks that share the machine's memory."""
         return self.layout.world_size * self.num_replicas
 
     @property
@@ -185,14 +183,13 @@ class WorkerReady:
     paths: str = ""  # log text about the kernels of the QK norm and the all-reduce
     memory_summary: str = ""  # log text about the GPU memory of weights, cache and graphs
     num_draft_tokens: int = 0  # maximum draft tokens per row and step
-    # (rows, draft tokens per row, seconds) of each captured step that was timed
-    step_seconds: tuple[tuple[int, int, float], ...] = ()
+    step_seconds: tuple[tuple[int, int, float], ...] = ()  # (rows, drafts, seconds) of timed steps
     num_host_blocks: int = 0  # number of KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
     num_file_blocks: int = 0  # maximum number of KV blocks in files of this rank
-    file_hashes: bytes = b""  # hashes of the blocks in files at start, least recently used first
-    # endpoints at which other engines read host blocks. A rank reports its own endpoint. Merged
-    # reports contain the endpoints of all ranks.
+    file_hashes: bytes = b""  # hashes of the blocks in files at start, least recently used first.
+    # `lanes`: endpoints at which other engines read host blocks. A rank reports its own endpoint.
+    # Merged reports contain the endpoints of all ranks.
     lanes: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)  # serving shape (`worker.shape`)
 

@@ -1,4 +1,4 @@
-"""Define the base class of proposers with a draft model, which loads weights and chooses tokens."""
+"""Define the base class of draft-model proposers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,7 +82,7 @@ class DraftModelProposer(Proposer):
         raise NotImplementedError
 
     def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
-        """Write fixed values to some slots. Return the slots that need random synthetic values."""
+        """Write fixed values to some weights. Return the slots that need random values."""
         return slots
 
     def _choose(

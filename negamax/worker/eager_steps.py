@@ -3,8 +3,8 @@
 A kernel specialization is compiled at its first launch, which takes up to a second while all
 requests wait. A step's numbers of tokens, decodes and sampled rows determine the specializations
 that the step launches. The capture of steps compiles the kernels of captured steps. This module
-compiles all other kernels. Examples are the kernels of proposers after captured layers, the kernels
-of long prompts, and the kernels for rows that need all logits.
+compiles the kernels that no capture compiles. Examples are the kernels of proposers after captured
+layers, the kernels of long prompts, and the kernels for rows that need all logits.
 """
 
 from __future__ import annotations

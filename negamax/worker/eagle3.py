@@ -10,8 +10,8 @@ The draft model's keys of a token depend on the next token. If two sequences sha
 keys of the block depend on the next token of the sequence that filled the block. Shared blocks may
 lower acceptance, but never change the output.
 
-At positions of image tokens, the draft model embeds the id of the image token, as vLLM does. SGLang
-passes the image embeddings. The draft model sees images only in the target's residual streams.
+At positions of image tokens, the draft model embeds the image token's id, as vLLM does, and not the
+image embeddings, as SGLang does. The draft model sees images only in the target's residual streams.
 """
 
 from collections.abc import Mapping
@@ -109,7 +109,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Describe one token per slot. `seq_lens` is [R] int32, other arguments are [R] int64."""
+        """Return the metadata of one token per slot. `seq_lens` [R] int32, others [R] int64."""
         # the host has the sequence lengths only if the device is a CPU
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(

@@ -64,12 +64,12 @@ class ExpertRecorder:
         self._counts.zero_()
 
     def counts(self) -> HostTensor:
-        """Return selections [layers, experts] int64, summed over ranks. Every rank must call it."""
+        """Return selections [layers, experts] int64, summed over ranks. All ranks take part."""
         everyone = self._gather()[self._counting_ranks]
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Apply a plan's expert moves before its step. Return the counts that a plan requests."""
+        """Apply a plan's expert moves before its step. Return selection counts if requested."""
         assert not step.moves, "this recorder does not move experts"
         return self.counts() if step.wants_counts else None
 

@@ -51,7 +51,7 @@ MOST_FOUND = 1 << 18  # maximum number of files of earlier engines that are inde
 ABANDONED_SECONDS = 3600.0  # a temporary file of this age is deleted as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
-_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # Q: bytes of file; I: CRC-32
+_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # Q is the size, I the CRC-32
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
@@ -160,7 +160,7 @@ class FileStore:
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
-        """Return the progress. Send every report, as each missing block is reported only once."""
+        """Return the progress, which the caller must send: each missing block is in one report."""
         missing: list[bytes] = []
         while self._reads and self._reads[0].is_done:
             batch = self._reads.popleft()
@@ -181,12 +181,12 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies if the files are enabled. Copies of disabled files may never end."""
+        """Wait for all copies, unless the files are disabled: their copies may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
-        """Run a copy. Return the hash of a block that was not read. An error disables the files."""
+        """Run a copy. If a read fails, return the block's hash. An error disables the files."""
         try:
             if not self._is_off:
                 return copy(*arguments)

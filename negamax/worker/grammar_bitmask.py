@@ -37,7 +37,7 @@ class RowBitmasks:
         )
 
     def apply(self, logits: Tensor, *, first_id: int) -> None:
-        """Set logits [R, V of this rank] fp32 of forbidden tokens to -inf, from `first_id` on."""
+        """Set logits [R, tokens from `first_id` on] fp32 of forbidden tokens to -inf."""
         num_ids = logits.shape[1]
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         for start in range(0, len(self.members), TILE):
@@ -61,7 +61,7 @@ class PendingBitmask:
         by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row` returns for rows of the plan the masks of a row's first samples."""
+        """`by_row` maps rows of the plan to the masks of their first samples."""
         self._by_row, self._postponed = by_row, postponed
 
     @property

@@ -131,8 +131,8 @@ class StepGraphs:
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # for each row of a step with drafts: number of known tokens after the step, index of the
-        # last accepted token, and the drafts
+        # for each row of a step with drafts: number of tokens after the step including the bonus
+        # token, index of the last accepted token, and the draft tokens
         self._lengths, self._last_tokens = torch.zeros(
             2, num_sampled, dtype=torch.int64, device=device
         )
@@ -212,7 +212,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Return inputs to resample a replayed step, and restore drafts that it replaced."""
+        """Return inputs to resample a replayed step, and restore the step's overwritten drafts."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -377,7 +377,7 @@ class StepGraphs:
         return self._inputs(shape)
 
     def _inputs(self, shape: StepShape) -> StepInputs:
-        """Return the results of `_place`."""
+        """Return the inputs that `_place` has computed."""
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ LOST_SECONDS = 2.0
 
 
 class RankHeartbeat:
-    """Writes heartbeats to the rank's row of `beats`. A number in its last row aborts all waits."""
+    """Writes the rank's row of `beats`. A number in the last row of `beats` aborts all waits."""
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank

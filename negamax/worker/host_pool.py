@@ -49,7 +49,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Progress of the loads of all plans up to a launch. Any thread may read this progress."""
+    """Progress of the loads of all plans before a launch. Any thread may read this progress."""
 
     loaded_step: int  # all loads of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # copies of the plans after `loaded_step`, in plan order

@@ -163,8 +163,8 @@ def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
 def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return how many blocks this rank stores in host memory. `num_blocks` is the size of its KV
-    cache. Raises `ConfigError` if the result is 0, and `ResourceError` if the blocks do not fit.
+    """Return how many blocks this rank stores in host memory. `num_blocks`: number of KV blocks.
+    Raises `ConfigError` if the result is 0, and `ResourceError` if the blocks do not fit.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size
     per_block = bytes_of_blocks(1, config, dtype=dtype)
@@ -184,7 +184,7 @@ def choose_host_blocks(
         )
     local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())
     free = int(free * HOST_SHARE)
-    if device.type == "cpu":  # subtract the KV cache, whose untouched pages are still free
+    if device.type == "cpu":  # subtract the KV cache: Linux counts its untouched pages as free
         free -= local * bytes_of_blocks(num_blocks, config, dtype=dtype)
     needed = local * chosen * per_block
     if needed > free:

@@ -171,7 +171,7 @@ def plan_reads(
     engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
-    first = rank * peers // ranks  # own ranks with the same head start at different peers
+    first = rank * peers // ranks  # this engine's ranks with the same head begin at different peers
     order = [(first + each) % peers for each in range(peers)]
     for index, kind in enumerate(kinds):
         own = kind.heads_of(rank, ranks)

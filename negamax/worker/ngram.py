@@ -30,7 +30,7 @@ class NgramProposer(Proposer):
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Propose the tokens after the longest match with the last tokens."""
+        """Propose the tokens after the longest match with each row's last tokens."""
         slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:

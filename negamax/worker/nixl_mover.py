@@ -1,7 +1,7 @@
 """Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs NIXL.
 
-The memory of all host blocks is registered once. With equal tensor-parallel sizes, one descriptor
-covers all layers of a block in one kind of cache. Unequal tensor-parallel sizes need one per layer.
+The memory of all host blocks is registered once. With equal tensor-parallel sizes, a descriptor
+covers a block's layers in one kind of cache. Unequal tensor-parallel sizes need one per layer.
 """
 
 import time
@@ -68,7 +68,7 @@ class NixlMover:
                     _describe_heads(there, command.remote_places, part.remote_head, count),
                 )
             )
-            whole = here.shape[2] == there.shape[2] == count  # then layers of a block are adjacent
+            whole = here.shape[2] == there.shape[2] == count  # True: a block's layers are adjacent
             if whole:
                 pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))

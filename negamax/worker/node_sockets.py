@@ -4,8 +4,8 @@ The listening and the connecting end derive both CurveZMQ key pairs from the env
 NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every Negamax process
 has the same key, which excludes accidental peers but not attackers.
 
-A listening socket limits the cost of peers that have not proved the key. The limits are the bytes
-of a frame, the time of a handshake and the number of connections (`ConnectionLimit`).
+A listening socket limits the cost of peers that have not proved that they have the key. The limits
+are the bytes of a frame, the time of a handshake and the number of connections (`ConnectionLimit`).
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class ConnectionLimit:
         )
 
     def apply(self) -> list[tuple[int, int]]:
-        """Close connections above the limit. Return the socket's new (event, value) pairs."""
+        """Close connections above the limit. Return the monitor's new (event, value) pairs."""
         events = []
         while self._monitor.poll(0):
             message = parse_monitor_message(self._monitor.recv_multipart())

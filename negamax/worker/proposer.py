@@ -25,8 +25,7 @@ class TokenStates:
     """The T tokens that a step has run, including rejected drafts, and their residual streams."""
 
     metadata: AttentionMetadata  # positions, slots and lengths of the T tokens
-    # residual stream [T, hidden] that enters each layer in `Proposer.capture`
-    residuals: list[Tensor]
+    residuals: list[Tensor]  # residual stream [T, hidden] into each layer in `Proposer.capture`
 
     @property
     def slots(self) -> Tensor:
@@ -43,7 +42,7 @@ class DraftRows(NamedTuple):
     """R rows that need drafts. A row has `lengths` known tokens; the last one has no KV yet."""
 
     slots: Tensor  # [R] int64, slot of each row
-    lengths: Tensor  # [R] int64, number of known tokens of each row
+    lengths: Tensor  # [R] int64, number of tokens of each row including the bonus token
     ends: Tensor  # [R] int64, index of each row's last token among the T tokens
 
 
@@ -53,10 +52,10 @@ class Proposer:
     num_draft_tokens: int  # maximum draft tokens that a row has in a step
     capture: tuple[int, ...] = ()  # target layers whose input residual streams the proposer reads
     has_gaps: bool = False  # whether a proposal may have fewer tokens than requested
-    acceptance: SyntheticAcceptance | None = None  # None: the target verifies drafts
-    # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
-    # drafts 0 to j - 1 are accepted. After fewer drafts, the next column estimates the draft that
-    # would follow. None if the proposer estimates nothing.
+    acceptance: SyntheticAcceptance | None = None  # None: the target verifies drafts.
+    # `confidences[i, j]` fp32: estimated probability that draft j of row i is accepted if drafts 0
+    # to j - 1 are accepted. If a row has fewer drafts, the next entry estimates the draft
+    # that would follow. `confidences` is None if the proposer estimates nothing.
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -100,7 +99,7 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """Copy embedding rows from the first stage to the last. Both stages must call this function."""
+    """Copy embedding rows from the first stage to the last, in a call on both stages."""
     if target.is_first_stage:
         embedding = target.embedding
     else:

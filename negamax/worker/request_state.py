@@ -72,8 +72,8 @@ class RequestState:
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # number of tokens whose KV is in the cache; the slot's next step starts at this position
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # >= `num_computed`, on host
-        # number of unverified drafts of each slot, which `num_computed_bound` includes
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # >= `num_computed`, on host.
+        # `_unverified`: each slot's number of unverified drafts, included in `num_computed_bound`
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # sampling parameters of each slot, [rows, len(FILTERS)] fp32
@@ -116,7 +116,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise bounds by the launched tokens, except the last tokens of `postponed` rows."""
+        """Raise bounds of computed tokens by launched tokens, less one in `postponed` rows."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens

@@ -52,8 +52,7 @@ class Sampled:
     """Sampled tokens of R rows."""
 
     token_ids: Tensor  # [R] int64, BROKEN for rows without finite logits
-    # indices of the rows whose requests ask for log-probabilities
-    logprob_rows: list[int] = field(default_factory=list)
+    logprob_rows: list[int] = field(default_factory=list)  # rows with requested log-probabilities
     logprobs: LogprobEntries | None = None  # log-probabilities of `logprob_rows`
     is_captured: bool = False  # whether a captured step has sampled and stored the tokens
 
@@ -164,7 +163,7 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits. On a GPU, sharded sampling returns equal tokens."""
+        """Sample each row from whole logits. On a GPU, sharded sampling returns the same tokens."""
         requests, kernels = self._requests, self._kernels
         if self._on_shards:  # PICK ignores filters; filtered rows are drawn again below
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)

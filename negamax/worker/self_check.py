@@ -52,8 +52,7 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 _NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens; decodes; cached tokens per decode
-# extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
-_EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
+_EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2  # extra error allowed for 8-bit GEMMs, FP8 cache
 _MOST_LISTED = 3  # maximum number of differences in an error message
 
 
@@ -93,8 +92,8 @@ class SelfCheck:
         self._slack += _FP8_CACHE_ERROR * (cache_dtype.itemsize == 1)
 
     def run(self, model: Decoder, warm_up: Callable[[], Any] | None = None) -> str:
-        """Compare the loaded `model`, and return a line for the log. Every rank must call `run`.
-        Raises `ConfigError` with ops and rank, after all ranks have compared.
+        """Check the loaded `model`, and return a line for the log. Every rank must call `run`.
+        Raises `ConfigError` with the ops and the rank, after all ranks have compared.
         """
         layers = _choose_layers(model.layers)
         if warm_up is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """Return a description in JSON values. `negamax.engine.shape` adds the fields of the engine."""
+    """Return a description as JSON values. `negamax.engine.shape` adds the fields of the engine."""
     kernels, on_gpu = runner.kernels, runner.device.type == "cuda"
     scheme = detect(runner.config.spec.quantization)
     chosen = {str(op): kernels.candidates[op][0].provider for op in sorted(kernels.candidates)}

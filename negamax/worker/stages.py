@@ -6,8 +6,8 @@ decoding, all stages receive the sampled tokens, the new drafts and the number o
 The number of accepted drafts determines the position at which a row continues.
 
 A stage waits for the results of a step only before it runs a later step with the same rows
-(decision 41). If the slot of a row belongs to another sequence by then, the stage drops the row's
-results.
+(decision 41). If the slot of a row belongs to another sequence when the results arrive, the stage
+drops the row's results.
 """
 
 from collections import deque
@@ -36,8 +36,7 @@ class _Expected:
     slots: list[int]  # [S] slot of each sample
     slots_device: Tensor  # [S] int64, `slots` on the device
     positions: Tensor  # [S] int64, position of each sampled token
-    # slots of this step that later plans assigned to other sequences
-    reassigned: set[int] = field(default_factory=set)
+    reassigned: set[int] = field(default_factory=set)  # slots that later plans gave other sequences
     message: Tensor | None = None  # int64 results from the last stage, see `Stage.give_back`
     arrival: Arrival | None = None
 

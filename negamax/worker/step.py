@@ -262,7 +262,7 @@ class StepRunner:
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
         """Verify the step's drafts, reject drafts after a row's last mask, and propose new drafts.
-        Return accepted drafts [R] int64 and the data for the host, or None without drafts.
+        Return accepted drafts [R] int64 and a `Verification`, or None without drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
         if verifier is None or not plan.slots:
@@ -286,7 +286,7 @@ class StepRunner:
             rows = VerifiedRows(slots, counts, requests.num_computed[slots], *places)
             drafts = requests.drafts[slots]
             are_dropped = has_drafts and bitmask.drop_drafts(drafts, plan)
-            # three separate tensors, which are aligned, because each alignment has its own kernel
+            # three tensors, not slices of one, because each alignment would need its own kernel
             accepted, lengths, ends = (torch.empty_like(slots) for _ in range(3))
             verifier(
                 rows,

@@ -24,7 +24,7 @@ class StepTimes:
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """Return seconds of the step and of idle time before. Time without requests is idle."""
+        """Return the step's seconds, and idle seconds before it (also those without requests)."""
         self.ended.synchronize()  # host-sync: a step without outputs waits only here
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
@@ -43,8 +43,8 @@ class StepOutput:
     times: StepTimes | None = None
     # failed row of the plan -> text of its error, raised before or after the model ran
     failures: dict[int, str] = field(default_factory=dict)
-    verification: Verification | None = None  # None: the plan has no draft tokens
-    # indices in the plan of rows with a grammar; [] if the plan proposes no tokens
+    verification: Verification | None = None  # None: the plan has no draft tokens.
+    # `grammar_rows`: indices in the plan of rows with a grammar; [] if the plan proposes no tokens
     grammar_rows: list[int] = field(default_factory=list)
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, new drafts of grammar rows
     expert_counts: HostTensor | None = None  # [layers, experts] int64, selections of each expert
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # last: no error may follow
+            None if self.loads is None else self.loads.report_files(),  # last, so no error follows
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
-# Kind -> ranges (first, last, increment) of captured sizes. Last None: up to the largest size.
+# Kind -> ranges (first, last, increment) of captured sizes; None stands for the largest size.
 # ROWS: all sizes up to 16, then at most an eighth of a step is padding. DRAFTS: fewer sizes for
 # each number of drafts, because experts skip padding. TOKENS: at most a fifth of a step is padding.
 _SIZES = {

@@ -1,5 +1,5 @@
-"""Before the first request, measure captured steps for numbers of rows and draft tokens. The engine
-uses the measured times to choose the draft length (scheduler/draft_length.py).
+"""Before the first request, measure the times of captured steps by numbers of rows and drafts. The
+engine uses the measured times to choose the draft length (scheduler/draft_length.py).
 
 Measured rows have no context and start with random tokens, which use as many experts as real
 requests. Longer contexts slow steps of similar size equally. The engine adjusts the measured times

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from negamax.kernels.sampling import noise
 
-# `_DRAWS`: length of the table. `_SEED_STEP` spreads the consecutive seeds of a request's outputs.
+# `_DRAWS`: table length. `_SEED_STEP` spreads the consecutive seeds of a request's outputs.
 _DRAWS, _SEED_STEP = 2**16, 40503
 
 

@@ -1,7 +1,7 @@
 """Select the tokens of a step that a rank computes: a shard with context parallelism, else all.
 
 A run of prompt tokens is split into 2 * ranks pieces. Rank i computes the i-th piece from the front
-and the i-th piece from the back. The two pieces balance the work, because later tokens attend to
+and the i-th piece from the back. Two pieces per rank balance the work, as later tokens attend to
 more tokens. For attention, a piece is a sequence that ends with the last token of the piece.
 Earlier tokens may be on other ranks, because all keys of the step are in the caches before any rank
 attends. Single tokens (decodes) are assigned to the ranks in turn.

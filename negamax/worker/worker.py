@@ -37,9 +37,9 @@ class Worker:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
         """Run one plan. On a GPU, `launch` enqueues the step and returns. The bitmask of grammar
-        rows is awaited after the model and before sampling. `errors` of the result contains rows
-        that fail alone. On a GPU, an exception of the model fails the whole step. Raises
-        `EngineDeadError` if another rank is dead.
+        rows is awaited after the model and before sampling. `errors` of the result contains the
+        failed rows of a step that succeeds. On a GPU, an exception of the model fails the whole
+        step. Raises `EngineDeadError` if another rank is dead.
         """
         runner, requests = self.runner, self.runner.requests
         self._lower_bounds(runner.stage.begin(plan))
@@ -68,7 +68,7 @@ class Worker:
         return complete(output, expert_counts, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Lower the bounds on the host by the verifications of all steps before the last step."""
+        """Lower the bounds of computed tokens by the rejected drafts of all steps but the last."""
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
         settled = self._num_steps - self.runner.runtime.is_asynchronous
@@ -116,7 +116,7 @@ class Worker:
         return self.runner.requests.take_failures()
 
     def take_file_progress(self, output: StepOutput | StepResult) -> FileProgress | None:
-        """Return the progress of files at a step, for a rank that sends no results."""
+        """Return the progress of file copies at a step, for a rank that sends no results."""
         if isinstance(output, StepResult):
             return output.files
         return None if output.loads is None else output.loads.report_files()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,17 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.kv_cache import KvCacheSpec
 from negamax.options.transfer import NIXL, TCP
 from negamax.scheduler.step import HostCopies, NewRow, StepPlan
-from negamax.worker import host_pool, lane_wire, lanes
+from negamax.worker import host_pool, lane_wire, lanes, nixl_probe
 from negamax.worker.config import LaneOptions
 from negamax.worker.device import runtime_of
 from negamax.worker.host_pool import HostPool
 from negamax.worker.kv_cache import allocate
 from negamax.worker.lane_wire import HeadRange, ImportBlocks, ImportDone, ReadBlocks
 from negamax.worker.lanes import HostKind, Lane, plan_reads
+from negamax.worker.nixl_probe import check_nixl
 from negamax.worker.node_sockets import connect
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
+from tests.probes import needs_nixl
 from tests.tables import read_table
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -349,13 +353,34 @@ def test_problems_of_a_copy_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
         second.close()
 
 
-def test_nixl_is_used_or_the_start_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    try:
-        import nixl  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"negamax\[pd\]"):
-            EngineLanes(tmp_path / "a", 1, None, NIXL)
-        return
+def test_a_start_without_nixl_is_refused(tmp_path: Path) -> None:
+    if find_spec("nixl"):
+        pytest.skip("NIXL is installed here")
+    with pytest.raises(ConfigError, match=r"negamax\[pd\]"):
+        EngineLanes(tmp_path / "a", 1, None, NIXL)
+    with pytest.raises(ConfigError, match=r"No module named 'nixl' \(install negamax\[pd\]"):
+        check_nixl(None)
+
+
+@needs_nixl
+def test_nixl_reads_by_the_given_transport_or_the_start_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "all")  # so that the value is restored after the test
+    with caplog.at_level(logging.INFO):
+        for transport, lane in (("tcp", "tcp/"), ("shm", "(cma|posix|sysv)/")):
+            check_nixl(transport)
+            assert re.search(f"NIXL reads memory of this machine by {lane}", caplog.text)
+    monkeypatch.setitem(nixl_probe._TRANSPORTS, "shm", ("tcp,self", ("cma", "posix", "sysv")))
+    with pytest.raises(ConfigError, match=r"selects shm transport .* UCX reads by tcp/.*rdma, shm"):
+        check_nixl("shm")
+    if not Path("/sys/class/infiniband").exists():
+        with pytest.raises(ConfigError, match=r"selects rdma .* no usable transports/devices"):
+            check_nixl("rdma")
+
+
+@needs_nixl
+def test_nixl_copies_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for source, target in ((1, 1), (2, 1), (1, 2)):
         first = EngineLanes(tmp_path / f"a{source}{target}", source, None, NIXL)
         second = EngineLanes(tmp_path / f"b{source}{target}", target, None, NIXL)

@@ -212,7 +212,7 @@ def test_a_session_returns_after_the_server_ended(number: signal.Signals, tmp_pa
 
 NAMES = ("start", "stop", "dump")
 RESTARTS = "negamax:engine_restarts_total"
-NO_RECORD = "no recording of experts was started"
+NO_RECORD = "no expert distribution recording was started"
 
 
 def ask(http: httpx.Client, name: str) -> httpx.Response:

@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.api_support import CHAT, QUESTION, WEATHER, WEATHER_QUESTION
 from tests.e2e.conftest import Server, eventually, serving
 from tests.ports import free_port
+from tests.probes import needs_nixl
 
 COMPLETIONS = "/v1/completions"
 ASK_PREFILL = {
@@ -54,6 +55,12 @@ def serving_pair(
             servers.append(stack.enter_context(serving(*line, log_file=log_file, model=model)))
         yield servers[0], servers[1]
         assert "Traceback" not in servers[0].log + servers[1].log
+
+
+def find_kv_port(server: Server) -> str:
+    (line,) = [line for line in server.log.splitlines() if "exchanges prompts" in line]
+    (port,) = re.findall(r":(\d+) as ", line)
+    return str(port)
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -203,9 +210,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
 
 def test_rooms_of_sglangs_router(pair: PAIR) -> None:
     """Send the same body to both servers at once, as SGLang's router does."""
-    (line,) = [line for line in pair[0].log.splitlines() if "exchanges prompts" in line]
-    (port,) = re.findall(r":(\d+) as ", line)
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port)}
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(find_kv_port(pair[0]))}
     with ThreadPoolExecutor() as threads:
         for number, path in enumerate(("/generate", COMPLETIONS, CHAT, "/generate")):
             body: dict[str, Any] = {"temperature": 0, "max_tokens": 15}
@@ -246,6 +251,18 @@ def test_several_prompts_of_one_body_are_computed_twice(pair: PAIR) -> None:
     answer = post(pair[0], COMPLETIONS, body | {"kv_transfer_params": ASK_PREFILL})
     assert "kv_transfer_params" not in answer and len(answer["choices"]) == 2
     assert pair[0].gauge("negamax:kv_leases") == count
+
+
+@needs_nixl
+def test_a_pair_with_nixl(tmp_path: Path) -> None:
+    nixl = {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"transport": "shm"}}
+    with serving_pair(tmp_path, **nixl) as pair:
+        for length in (17, 700):
+            body = {"prompt": tokens(length, length), "max_tokens": 20, "ignore_eos": True}
+            check_same(pair, COMPLETIONS, {**body, "temperature": 0.9, "seed": 3, "logprobs": 3})
+        assert pair[1].gauge("negamax:pulled_kv_blocks_total") == 1 + 43
+        for server in pair:
+            assert re.search("NIXL reads memory of this machine by (cma|posix|sysv)/", server.log)
 
 
 def test_index_keys_and_drafts_move_too(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 import json
+import os
 import random
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from tests.e2e.api_support import CHAT
 from tests.e2e.conftest import Server, eventually, serving
-from tests.e2e.test_disaggregation import COMPLETIONS, post, serving_pair, tokens
+from tests.e2e.test_disaggregation import COMPLETIONS, find_kv_port, post, serving_pair, tokens
 from tests.e2e.test_kv_event_stream import catch_up, complete, make_option
 from tests.forked_children import start
 from tests.ports import free_port
@@ -29,8 +31,8 @@ OWN = re.compile(
 
 
 @contextmanager
-def routing(folder: Path, *options: str) -> Iterator[Server]:
-    log_file = folder / "router-log"
+def routing(folder: Path, *options: str, log_name: str = "router-log") -> Iterator[Server]:
+    log_file = folder / log_name
     with log_file.open("w", encoding="utf-8") as log:
         process = start(
             "negamax",
@@ -350,21 +352,43 @@ def test_the_server_with_most_cached_tokens_is_chosen_while_blocks_are_evicted(
 
 
 def test_one_server_prefills_and_the_other_decodes(tmp_path: Path) -> None:
+    """Compare both protocols with one server, and end the prefilling server under a request."""
     with serving_pair(tmp_path, kv_load_failure_policy="fail") as (first, second):
-        line = ("--prefill", first.url, "--decode", second.url)
-        with routing(tmp_path, *line) as router:
-            for path, body in (
+        # With this interval, no probe finds the dead server before a request does.
+        line = ("--prefill", first.url, "--decode", second.url, "--health-interval", "600")
+        room_line = ("--pd-disaggregation", *line[:2], find_kv_port(first), *line[2:])
+        with (
+            routing(tmp_path, *line) as router,
+            routing(tmp_path, *room_line, log_name="rooms") as rooms,
+            ThreadPoolExecutor() as threads,
+        ):
+            bodies: list[tuple[str, dict[str, Any]]] = [
                 (COMPLETIONS, {"prompt": tokens(1, 300), "max_tokens": 12, "temperature": 0}),
                 (CHAT, chat("What is 47 + 38? " * 20, temperature=0, n=2)),
-            ):
-                routed = post(router, path, body)
-                direct = post(first, path, {**body, "cache_salt": "alone"})
-                assert routed["choices"] == direct["choices"]
-            assert second.gauge("negamax:remote_prefills_total") == 3
+                (COMPLETIONS, {"prompt": [tokens(3, 90), tokens(4, 90)], "temperature": 0}),
+            ]
+            for front, own in ((router, bodies[:2]), (rooms, bodies)):
+                count = second.gauge("negamax:remote_prefills_total")
+                for path, body in own:
+                    salted = {**body, "cache_salt": front.url}
+                    routed, direct = post(front, path, salted), post(first, path, body)
+                    assert routed["choices"] == direct["choices"]
+                remote = second.gauge("negamax:remote_prefills_total") - count
+                assert remote == (3 if front is router else 5)
+                assert by_server(front, "requests") == dict.fromkeys(
+                    (first.url, second.url), len(own)
+                )
+                assert not any(by_server(front, "failures").values())
             assert second.gauge("negamax:failed_remote_prefills_total") == 0
-            assert by_server(router, "requests") == {first.url: 2, second.url: 2}
+            local = second.gauge("negamax:local_prefills_total")
+            body, engine = {"prompt": tokens(2, 300), "max_tokens": 5}, first.engine_pid()
+            os.kill(engine, signal.SIGSTOP)  # so that the request is open
+            waiting = threads.submit(post, rooms, COMPLETIONS, body)
+            assert eventually(lambda: by_server(rooms, "open")[first.url] == 1)
             first.stop(signal.SIGKILL)
-            body = {"prompt": tokens(2, 300), "max_tokens": 5}
+            os.kill(engine, signal.SIGCONT)
+            assert waiting.result()["choices"][0]["text"]
             assert post(router, COMPLETIONS, body)["choices"][0]["text"]
-            assert by_server(router, "failures") == {first.url: 1, second.url: 0}
-            assert second.gauge("negamax:local_prefills_total") == 1
+            for front in (router, rooms):
+                assert by_server(front, "failures") == {first.url: 1, second.url: 0}
+            assert second.gauge("negamax:local_prefills_total") == local + 2

@@ -104,7 +104,7 @@ def test_refuses_the_draft_of_another_model() -> None:
     for fields, layers, words in (
         ({"vocab_size": 32000}, None, "vocab_size is 32000; the model's is 200064"),
         ({"target_hidden_size": 6144}, None, "target_hidden_size is 6144; the model's is 3072"),
-        ({}, (2, 31), "layers [2, 31] of the model; it needs 3 in ascending order, at most 62"),
+        ({}, (2, 31), "layers [2, 31] of the model; allowed: 3 ascending numbers up to 62"),
         ({}, (2, 31, 63), "reads layers [2, 31, 63]"),
     ):
         target = bundled_spec("minimax-m2.5")
@@ -476,7 +476,7 @@ def test_the_draft_decides_method_and_length(found_draft: Callable[..., ModelSou
             assert (speculation.method, speculation.num_speculative_tokens) == (method, length)
     for fields, words in (
         ({"method": "eagle3"}, "is for method dspark, but the method is eagle3"),
-        ({"num_speculative_tokens": 8}, "is 8; the draft proposes 7 tokens at once"),
+        ({"num_speculative_tokens": 8}, "is 8; the draft proposes at most 7 per step"),
         ({"draft_lm_head_quantization": "fp8"}, "is valid for method eagle3 only"),
     ):
         with pytest.raises(ConfigError, match=words):

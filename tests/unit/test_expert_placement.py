@@ -136,7 +136,7 @@ def test_a_rebalance_moves_experts_once_and_never_below_its_threshold() -> None:
 def test_a_record_counts_between_start_and_dump() -> None:
     own = balancer()
     counts = [np.full((3, 6), number, dtype=np.int64).tobytes() for number in (5, 7, 20)]
-    with pytest.raises(InvalidRequestError, match="no recording of experts was started"):
+    with pytest.raises(InvalidRequestError, match="no expert distribution recording was started"):
         own.record("stop", counts[0])
     own.record("start", counts[0])
     first = own.record("dump", counts[1])

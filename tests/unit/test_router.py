@@ -10,6 +10,7 @@ import pytest
 
 from negamax.api.errors import ErrorMiddleware
 from negamax.api.http.lifecycle import Lifecycle
+from negamax.api.router import app as app_module
 from negamax.api.router import servers as routed
 from negamax.api.router.app import RouterApp
 from negamax.api.router.kv_events import BlockIndex
@@ -17,7 +18,7 @@ from negamax.api.router.prompt import RoutedPrompt, read_prompt
 from negamax.api.router.servers import OpenCall, ServerPool
 from negamax.base.errors import ConfigError, UnavailableError
 from negamax.cli.main import main
-from negamax.options.route import RouteOptions, list_servers
+from negamax.options.route import RouteOptions, list_prefillers, list_servers
 from negamax.scheduler.scheduler import ROW_COST
 from tests.ports import free_port
 from tests.unit.test_open_request import in_loop
@@ -35,6 +36,8 @@ class FakeServer:
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
         self.blocks = b""  # the answer of /kv_blocks
+        self.room_answer: bytes | None = None  # the answer to a body with a room
+        self.delay = 0.0  # seconds before an answer
         self.health = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
         self.heads: list[str] = []
         self.bodies: list[bytes] = []
@@ -49,6 +52,9 @@ class FakeServer:
             length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
             self.bodies.append(await reader.readexactly(length))
             answer = self.blocks if "/kv_blocks " in head else self.answer
+            if self.room_answer is not None and b"bootstrap_room" in self.bodies[-1]:
+                answer = self.room_answer
+            await asyncio.sleep(self.delay)
             if answer == HANGS:
                 await asyncio.sleep(1000)
             writer.write(answer)
@@ -57,7 +63,10 @@ class FakeServer:
 
 @asynccontextmanager
 async def routing(
-    *answers: bytes, prefill: bytes | None = None, max_body_bytes: int = 10_000
+    *answers: bytes,
+    prefill: bytes | None = None,
+    has_rooms: bool = False,
+    max_body_bytes: int = 10_000,
 ) -> AsyncIterator[tuple[Any, list[FakeServer], list[ServerPool]]]:
     fakes = [FakeServer(answer) for answer in (*answers, *([] if prefill is None else [prefill]))]
     running = [await asyncio.start_server(fake.serve, "127.0.0.1", 0) for fake in fakes]
@@ -75,8 +84,10 @@ async def routing(
         None if prefill is None else pools[1],
         lifecycle=lifecycle,
         max_body_bytes=max_body_bytes,
+        bootstrap_ports={fake.url: 5600 for fake in fakes} if has_rooms else None,
     )
     yield ErrorMiddleware(app, lifecycle=lifecycle, logs_access=False), fakes, pools
+    await asyncio.sleep(0.01)  # for calls that the router cancels after an answer
     assert lifecycle.num_open == 0
     assert all(server.num_open == 0 for pool in pools for server in pool.servers)
     for each in running:
@@ -435,15 +446,67 @@ async def test_the_decoding_server_computes_a_prompt_that_no_other_one_does(fail
 
 
 @in_loop
-async def test_what_a_prefilling_server_refuses_is_sent_to_no_other_one() -> None:
-    async with routing(OK, prefill=MISSING) as (app, (decoding, _), _):
-        assert (await ask(app, body=chat("x")))[:3:2] == (404, b"none")
-        assert not decoding.bodies
+async def test_both_servers_get_one_body_with_a_room() -> None:
+    async with routing(OK, prefill=OK, has_rooms=True) as (app, (decoding, prefilling), pools):
+        rooms = set()
+        for path in (CHAT, "/v1/completions", "/generate"):
+            assert (await ask(app, path, chat("x", n=2)))[2] == b"ok"
+            assert decoding.bodies[-1] == prefilling.bodies[-1]
+            sent = json.loads(decoding.bodies[-1])
+            rooms.add(sent.pop("bootstrap_room"))
+            address = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 5600}
+            assert sent == chat("x", n=2) | address
+        assert len(rooms) == 3 and max(rooms) < 2**62
+        assert pools[0].servers[0].num_requests == pools[1].servers[0].num_requests == 3
+        for path, body in ((MESSAGES, chat("x")), (CHAT, chat("x", bootstrap_room=1))):
+            await ask(app, path, body)
+            assert json.loads(decoding.bodies[-1]) == body and len(prefilling.bodies) == 3
 
 
+@pytest.mark.parametrize("waits", [HANGS, BUSY])
+@pytest.mark.parametrize("failure", [BUSY, b"", answer_with([])[:-1]])
 @in_loop
-async def test_a_request_leaves_a_prefilling_server_that_fails_its_probe() -> None:
-    async with routing(OK, prefill=HANGS) as (app, (_, prefilling), pools):
+async def test_a_decoding_server_does_not_wait_for_a_room_that_fails(
+    failure: bytes, waits: bytes
+) -> None:
+    async with routing(OK, prefill=failure, has_rooms=True) as (app, fakes, pools):
+        decoding, prefilling = fakes
+        decoding.room_answer, prefilling.delay = waits, 0.05
+        assert (await ask(app, body=chat("x")))[2] == b"ok"
+        assert json.loads(decoding.bodies[-1]) == chat("x") and len(decoding.bodies) == 2
+        assert [pool.servers[0].num_failures for pool in pools] == [0, 1]
+
+
+@pytest.mark.parametrize("failure", [BUSY, b""])
+@in_loop
+async def test_a_room_of_a_decoding_server_that_fails_is_left(
+    failure: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "_CAUSE_SECONDS", 0.05)
+    async with routing(failure, OK, prefill=HANGS, has_rooms=True) as (app, fakes, pools):
+        assert (await ask(app, body=chat("x")))[2] == b"ok"
+        rooms = [json.loads(fake.bodies[0])["bootstrap_room"] for fake in fakes[:2]]
+        sent = [json.loads(body)["bootstrap_room"] for body in fakes[2].bodies]
+        assert sent == rooms and rooms[0] != rooms[1]
+        assert [server.num_failures for server in pools[0].servers] == [1, 0]
+        assert pools[1].servers[0].num_failures == 0
+
+
+@pytest.mark.parametrize("has_rooms", [False, True])
+@in_loop
+async def test_what_a_prefilling_server_refuses_is_sent_to_no_other_one(has_rooms: bool) -> None:
+    async with routing(OK, prefill=MISSING, has_rooms=has_rooms) as (app, (decoding, _), _):
+        decoding.room_answer = HANGS
+        assert (await ask(app, body=chat("x")))[:3:2] == (404, b"none")
+        assert len(decoding.bodies) == has_rooms
+
+
+@pytest.mark.parametrize("has_rooms", [False, True])
+@in_loop
+async def test_a_request_leaves_a_prefilling_server_that_fails_its_probe(has_rooms: bool) -> None:
+    async with routing(OK, prefill=HANGS, has_rooms=has_rooms) as (app, fakes, pools):
+        decoding, prefilling = fakes
+        decoding.room_answer = HANGS
         asked = asyncio.create_task(ask(app, body=chat("x")))
         while not prefilling.bodies:
             await asyncio.sleep(0.01)
@@ -469,10 +532,21 @@ def test_addresses_are_checked() -> None:
 
     assert listed("http://a:1/v1/", "https://b") == [["http://a:1", "https://b"], []]
     assert listed(prefill=("http://p",), decode=("http://d",)) == [["http://d"], ["http://p"]]
+    rooms = {"pd_disaggregation": True, "decode": ("http://d",)}
+    words = ("http://p", "5600", "http://q/v1", "none", "http://r")
+    assert listed(prefill=words, **rooms)[1] == ["http://p", "http://q", "http://r"]
+    found = list_prefillers(RouteOptions(prefill=words, **rooms))
+    assert [port for _, port in found] == [5600, None, None]
     for urls, options, message in (
         ((), {}, "URL is missing"),
         ((), {"prefill": ("http://p",)}, "--decode is missing"),
         (("http://a",), {"decode": ("http://d",)}, "URL 'http://a' cannot be combined"),
+        (("http://a",), {"pd_disaggregation": True}, "--pd-disaggregation has no servers"),
+        ((), rooms | {"prefill": ("http://p", "0")}, "'0', which is not the URL of a server"),
+        ((), rooms | {"prefill": ("56", "http://p")}, "'56'; allowed: URLs, and with --pd-dis"),
+        ((), rooms | {"prefill": ("http://p", "1", "2")}, "'2'; allowed: URLs"),
+        ((), rooms | {"prefill": ("http://p", "70000")}, "'70000'; allowed: URLs"),
+        ((), {"prefill": ("http://p", "1"), "decode": ("http://d",)}, "'1'; allowed: URLs"),
         (("a:1",), {}, "URL is 'a:1', which is not the URL of a server"),
         (("http://u:p@a",), {}, "not the URL of a server"),
         (("http://a:99999",), {}, "not the URL of a server"),

@@ -316,9 +316,9 @@ async def test_a_server_that_cannot_tell_the_blocks_is_left_alone_for_a_while(
 @pytest.mark.parametrize(
     ("sources", "replays", "message"),
     [
-        (["http://a"], [], "--kv-event-source has the address ''"),
-        (["http://a=udp://x:1"], [], "the address 'udp://x:1'"),
-        (["http://a=tcp://*:5557"], [], r"the address 'tcp://\*:5557'"),
+        (["http://a"], [], "--kv-event-source has the invalid address ''"),
+        (["http://a=udp://x:1"], [], "the invalid address 'udp://x:1'"),
+        (["http://a=tcp://*:5557"], [], r"the invalid address 'tcp://\*:5557'"),
         (["http://b=tcp://b:1"], [], "http://b is not a server of this router"),
         (["http://a=tcp://b:1", "http://a/v1=tcp://b:2"], [], "http://a is given twice"),
         (["http://a=tcp://b:1,tcp://b:2"], ["http://a=tcp://b:3"], "has 1 addresses of http://a"),

@@ -23,6 +23,8 @@ def test_keys_of_vllm_and_nested_connectors() -> None:
         "kv_connector_extra_config": {"lease_seconds": 3, "timeout_seconds": 4.5, "backends": []},
     }
     expected = KvTransferConfig("kv_producer", TCP, "::1", 7, RECOMPUTE, 3.0, 4.5)
+    rdma = {"kv_connector_extra_config": {"transport": "rdma"}}
+    assert KvTransferConfig.read(rdma) == KvTransferConfig(transport="rdma")
     assert KvTransferConfig.read(given) == expected and expected.is_loopback
     nested = [OFFLOADING, {"kv_connector": "NixlConnector", "kv_port": 9}, {"kv_connector": "x"}]
     extra = {"connectors": nested}

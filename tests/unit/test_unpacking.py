@@ -57,8 +57,8 @@ def test_body_that_ends_near_a_piece_is_whole(num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("encoding", "packed", "problem"),
     [
-        (b"gzip", gzip.compress(b"") * (MAX_PARTS + 1), "more than 1024 parts"),
-        (b"zstd", SKIPPED * (MAX_PARTS + 1), "more than 1024 parts"),
+        (b"gzip", gzip.compress(b"") * (MAX_PARTS + 1), "more than 1024 members or frames"),
+        (b"zstd", SKIPPED * (MAX_PARTS + 1), "more than 1024 members or frames"),
         (b"zstd", b"\x28\xb5\x2f\xfd\x00\x70" + bytes(20), "too much memory"),  # 16 MiB
     ],
 )

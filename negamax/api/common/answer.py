@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # estimated size of the answer; a thread builds large answers
+        self.num_bytes = 0  # estimated JSON bytes of the answer; threads build large answers
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -103,7 +103,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """Token counts of all choices so far, with each prompt's least number of cached tokens."""
+        """Token counts of all choices; cached tokens are each prompt's minimum over its choices."""
         prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (prompt tokens, cached tokens)
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:

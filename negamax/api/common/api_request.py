@@ -42,7 +42,7 @@ class ApiRequest(Generic[ParamsT_co]):
 async def read_api_request(
     context: ApiContext, http: Request, model: type[RequestT]
 ) -> ApiRequest[RequestT]:
-    """Read a JSON body as a `model`. Raises the errors of `read_request` and `find_addresses`."""
+    """Parse a JSON body into `model`. Raises the errors of `read_request` and `find_addresses`."""
     arrival = time.monotonic()
     params, num_bytes = await read_request(http, model, context.body_limits)
     addresses: Mapping[str, str] = {}
@@ -62,7 +62,7 @@ def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
 
 
 def check_prompt_logprobs(prompts: Iterable[tuple[SamplingParams, int]]) -> None:
-    """Refuse too many prompt logprobs. `prompts` has parameters and token count of each prompt."""
+    """Refuse too many prompt logprobs. `prompts` has each prompt's parameters and token count."""
     count = sum(
         sampling.n * num_tokens * (1 + sampling.prompt_logprobs)
         for sampling, num_tokens in prompts

@@ -19,8 +19,8 @@ from negamax.text.parser.output_parser import Thinking
 class ReasoningCounter:
     """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
-    A choice has one section of reasoning, and later think tags are content. Reasoning may quote
-    the opening tag of a call. The reader calls `call_began` if an opening tag is not a quotation.
+    A choice has one section of reasoning, and later think tags are content. Reasoning may quote the
+    opening tag of a call; if a call really begins there, the reader calls `call_began`.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # reasoning tokens since the latest opening tag of a call, or 0
+        self._num_since_call = 0  # number of reasoning tokens since the latest call tag; 0: no tag
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -44,7 +44,7 @@ class ReasoningCounter:
         return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Count the reasoning tokens in `token_ids`, with the tags that the reasoning quotes."""
+        """Count the reasoning tokens in `token_ids`, including tags that the reasoning quotes."""
         for token_id in token_ids:
             if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
                 self._end(self.count)
@@ -58,7 +58,7 @@ class ReasoningCounter:
                 self._num_certain += 1
 
     def add(self, count: int) -> None:
-        """Add `count` tokens that are reasoning."""
+        """Add `count` to the number of reasoning tokens."""
         self._num_certain += count
 
     def call_began(self) -> None:
@@ -106,7 +106,7 @@ class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Only the request's handler changes this object.
 
     If a request has stop strings, the engine's client calls this reader as a `TextReader` to find
-    the stop strings. The client's outputs then contain the events of the reader's parser.
+    the stop strings. The outputs of the engine's client then contain the reader's parser events.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # reasoning is not in the content
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # whether content lacks reasoning
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,

@@ -13,14 +13,14 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # If `_text` has more matched characters than this, they are removed.
+_COMPACT_CHARS = 65_536  # Matched characters are removed from `_text` once they exceed this number.
 _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
     """Finds a block's tokens by the block's text. Only the request's handler changes this object.
 
-    Reasoning and content occur in the generated text in order. The search skips tags, calls and
+    The generated text contains the blocks of an answer in order. The search skips tags, calls and
     white space between blocks. A token that two blocks of content share belongs to the first block.
     """
 
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of `text`, the next part of a block. Drop all earlier tokens, too."""
+        """Return the tokens of `text`, the next part of a block, and remove earlier tokens."""
         # A truncated answer may end within a character, whose bytes then become U+FFFD.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()

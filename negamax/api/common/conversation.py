@@ -26,7 +26,7 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # characters per context token to encode first of a longer text
+_PROBE_CHARS_PER_TOKEN = 8  # encode this many characters per context token before the rest
 _LEAST_TOKENS = 2**18  # minimum of `compute_max_tokens`, for models with short contexts
 
 
@@ -43,7 +43,7 @@ class Conversation:
 
 
 def compute_max_tokens(max_model_len: int) -> int:
-    """Return how many tokens a request may encode or decode at context length `max_model_len`."""
+    """Return the maximum number of tokens that a request may tokenize or detokenize."""
     return max(_LEAST_TOKENS, 2 * max_model_len)
 
 
@@ -208,7 +208,7 @@ class _Mark:
 
     text: str
     is_in_reasoning: bool
-    continued: str  # Text of the message before the mark.
+    continued: str  # Text of the message, to which the mark is appended.
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> Self:

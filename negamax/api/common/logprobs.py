@@ -23,7 +23,7 @@ def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _describe(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> tuple[str, list[int]]:
-    """Return the text and the bytes of a token. Logprob entries share the returned objects."""
+    """Return the text and the bytes of a token. Callers must not change the cached result."""
     return _get_text(tokenizer, token_id, as_ids=as_ids), list(tokenizer.token_bytes(token_id))
 
 
@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token. Of tokens with equal texts, list the sampled, else the likeliest token."""
+        """Add a token. Of top tokens with equal texts, keep the sampled or the likeliest one."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

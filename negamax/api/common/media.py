@@ -40,8 +40,8 @@ def fetch_media(
 ) -> bytes:
     """Download `url`, whose host must be one of `domains` in lower case.
 
-    `is_allowed` returns whether to connect to an address. The default is `is_public`.
-    Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's path in the request.
+    `is_allowed` returns whether to connect to an address. The default is `is_public`. Raises
+    `InvalidRequestError` or `PayloadTooLargeError` without naming the image's JSON path.
     """
     try:
         parts = urlsplit(url)

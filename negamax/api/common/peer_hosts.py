@@ -9,7 +9,7 @@ import contextlib
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from negamax.api.schemas.request_model import refuse
@@ -84,12 +84,8 @@ async def _resolve(host: str) -> str:
         finally:
             _threads.release()
         with contextlib.suppress(RuntimeError):  # Raised if the event loop has ended.
-            loop.call_soon_threadsafe(_settle(answer, address))
+            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(address))
 
     # The thread is a daemon, so that a missing DNS answer does not delay the exit.
     threading.Thread(target=work, name="resolve", daemon=True).start()
     return await answer
-
-
-def _settle(answer: asyncio.Future[str], address: str) -> Callable[[], None]:
-    return lambda: None if answer.done() else answer.set_result(address)

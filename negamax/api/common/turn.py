@@ -193,7 +193,7 @@ class PlainPrompt:
 async def start_prompts(
     context: ApiContext, request: ApiRequest[EngineRequest], prompts: Sequence[PlainPrompt]
 ) -> tuple[list[list[int]], AnswerSource]:
-    """Check, tokenize and start `prompts`. Return the prompts' token ids and the outputs' source.
+    """Check, tokenize and start `prompts`. Return the prompts' token ids and the source of outputs.
 
     Raises the errors of the checks and of the engine.
     """
@@ -320,7 +320,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         return reason if isinstance(reason, str) else None
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """Return and clear the collected logprobs. The list is empty without requested logprobs."""
+        """Return and clear the collected logprobs, which are empty if none were requested."""
         taken, self._logprobs = self._logprobs, []
         return taken
 

@@ -13,7 +13,7 @@ _STATE = "body_share"  # Key of the `BodyShare` in a request's state.
 class BodyBudget:
     """The bytes of memory that request bodies may use. Only the event loop changes this object.
 
-    With several API keys, the bytes of one key must not exceed the bytes that remain free.
+    With several API keys, a key's requests must not reserve more bytes than remain free.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -13,7 +13,7 @@ from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 17  # Size limit of an answer's head.
-# These headers are not relayed, because they belong to one connection or the relay sets them.
+# Headers that are not relayed, because they belong to one connection or the relay sets them.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -110,13 +110,17 @@ class Exchange:
                 await self._read()
 
     async def read(self, *, max_bytes: int) -> bytes:
-        """Return the whole body. Raises `gone` if the body ends early or exceeds `max_bytes`."""
+        """Return the whole body, which `parts` yields again.
+
+        Raises `gone` if the body ends early or exceeds `max_bytes`.
+        """
         parts, num_bytes = [], 0
         async for part in self.parts():
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise self._gone
+        self._parts = parts
         return b"".join(parts)
 
     def close(self) -> None:
@@ -143,7 +147,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # False until an answer is complete; a second answer resets it
+        self._is_reusable = False  # False until the answer ends; an unrequested one keeps it False
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 

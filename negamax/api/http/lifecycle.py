@@ -22,7 +22,7 @@ _SILENT_SECONDS = 0.75  # Greatest age of process 0's heartbeat at which other p
 class Lifecycle:
     """The state of a server process. Only the event loop changes this object.
 
-    The row of this process in `numbers` begins with its open requests and its event loop lag.
+    This process's row of `numbers` begins with the number of open requests and the event loop lag.
     """
 
     NUM_COLUMNS = 2

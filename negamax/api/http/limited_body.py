@@ -12,7 +12,7 @@ from negamax.api.http.unpacking import Unpacker
 from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # Time limit for receiving a body.
-BODIES_IN_FLIGHT = 8  # The memory limit of bodies allows this number of bodies of the largest size.
+BODIES_IN_FLIGHT = 8  # The memory for request bodies holds this number of bodies of maximum size.
 PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # describe the compressed body
 
 
@@ -53,7 +53,7 @@ class LimitedBody:
         return message
 
     async def _unpacked(self, unpacker: Unpacker) -> Message:
-        await asyncio.sleep(0)  # Let other requests run between two pieces.
+        await asyncio.sleep(0)  # Let other requests run between two pieces of the body.
         while not (piece := unpacker.take()):
             if self._is_all_packed:
                 unpacker.finish()

@@ -37,7 +37,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> Self:
-        """Return limits for `max_files` files. One address may open half of the connections."""
+        """Return connection limits for `max_files` open files. A client may open half of them."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
@@ -52,7 +52,7 @@ class TlsFiles:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again for new connections. After `ConfigError`, the old files are kept."""
+        """Reload the TLS files for new connections. On `ConfigError`, keep the old certificate."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(

@@ -19,11 +19,11 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` checks exactly
+MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` checks the exact limit
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
-MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
-# Size limit of the part of a body that arrives after the answer.
+MAX_FRAMING_BYTES = 64 * 1024  # Size limit of the chunk extensions and trailers of a body.
+# `MAX_UNWANTED_BYTES`: size limit of the part of a body that arrives after the answer.
 MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.
 _CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which `MAX_FRAMING_BYTES` excludes.
@@ -290,7 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether the next bytes sent can be a whole answer to the incoming request."""
+        """Whether a complete response to the incoming request can be written next."""
         if self.pipeline:
             return False
         if self._in_body:
@@ -301,7 +301,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def _send_without_chunks(response: Any) -> None:
     """Send bodies of unknown length without chunks, because HTTP/1.0 has no chunks.
 
-    The end of the connection ends the body. `response`, uvicorn's cycle, closes the connection.
+    The end of the connection ends the body. Uvicorn's `response` object closes the connection.
     """
     send = response.send
     has_length = True

@@ -30,7 +30,7 @@ _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
 _PIECE_LEVELS = 4  # Nesting levels decoded in pieces: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
-_MOST_LONG_NUMBERS = 32  # limit per body of long numbers, whose parsing takes quadratic time
+_MOST_LONG_NUMBERS = 32  # limit of long numbers per body, because parsing them takes quadratic time
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
 _LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # Matches a JSON string, or digits.
@@ -48,7 +48,7 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body. Commas, colons and brackets inside strings also count."""
+    """Limits of one body, which count commas, colons and brackets in strings, too."""
 
     num_bytes: int
     context_length: int  # context length of the model in tokens
@@ -75,7 +75,7 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`. Return the `model` and the size of its fields in bytes.
+    """Parse a JSON body into `model`. Return the request and the size of its fields in bytes.
 
     Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
     """
@@ -127,8 +127,8 @@ async def decode_request(
 ) -> tuple[RequestT, int]:
     """Decode the request in `body`. Return the request and the size of its fields in bytes.
 
-    Raises `InvalidRequestError` for malformed JSON, NaN, numbers that overflow, deep nesting and
-    long texts. Raises the errors of `RequestModel.parse`.
+    Raises `InvalidRequestError` for malformed JSON, NaN, too large numbers, too deep nesting and
+    too long texts. Raises the errors of `RequestModel.parse`.
     """
 
     def decode() -> tuple[RequestT, int]:

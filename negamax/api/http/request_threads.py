@@ -1,4 +1,4 @@
-"""Run long work on requests in threads, which alternate between senders and between sizes."""
+"""Run long work on requests in threads, which share their time among senders and size classes."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 SENDER = ContextVar("sender", default="")
 # Few threads suffice, because they share the GIL or wait for child processes of `Confined`.
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
-_NUM_LARGE = _NUM_THREADS // 2  # Limit of threads that run large work.
+_NUM_LARGE = _NUM_THREADS // 2  # Maximum number of threads that run large work at once.
 _SIZES = (128 * 1024, 2**20)  # Limits in bytes above which work is large, or very large.
 INLINE_BYTES = 8192  # Larger work runs in a thread.
 
@@ -44,8 +44,8 @@ class _Flow:
 class RequestThreads:
     """Runs work in threads, first for the sender and size class that used the least time.
 
-    Large work leaves threads free for small work. Large work of one named sender leaves a thread
-    free for large work of other senders. Any thread may call `submit`.
+    Large work leaves threads free for small work. Large work of one tenant leaves a thread free for
+    large work of other senders. Any thread may call `submit`.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, num_large: int = _NUM_LARGE) -> None:
@@ -56,7 +56,7 @@ class RequestThreads:
         self._large = Counter[str]()  # sender -> number of its large tasks in progress
         self._flows: dict[tuple[str, int], _Flow] = {}  # (sender, size class) -> flow
         self._waiting: list[_Flow] = []  # Flows with waiting work.
-        self._latest = 0.0  # largest `seconds` that a flow had when its work started
+        self._latest = 0.0  # largest `_Flow.seconds` at which work was started
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
         """Queue `work` of `sender`, and return its future. Cancelled work is not run."""

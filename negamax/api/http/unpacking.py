@@ -20,7 +20,7 @@ _RAW_DEFLATE = -15  # `wbits` of zlib for deflate data without a zlib header.
 
 
 class _Inflater:
-    """Wraps zlib's decompressor in the interface of zstd. Only `Unpacker` changes this object."""
+    """Gives zlib's decompressor the methods of zstd's. Only `Unpacker` changes this object."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)
@@ -125,7 +125,7 @@ class Unpacker:
             raise self._error("data follows the end of the stream")
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
-            raise self._error(f"more than {MAX_PARTS} parts; send the body as one part")
+            raise self._error(f"more than {MAX_PARTS} members or frames; send one member or frame")
         self._decoder = _DECODERS[self._encoding]()
 
     def _error(self, problem: str) -> InvalidRequestError:

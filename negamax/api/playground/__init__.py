@@ -51,8 +51,8 @@ PAGE_PATHS = frozenset(_FILES)  # Paths that a browser requests before the user 
 def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the password of Basic credentials, which the user entered in a dialog of the browser.
 
-    Browsers add Basic credentials to requests of any site. Therefore Basic credentials are accepted
-    only for the files of the page, or together with a header that other sites cannot send.
+    Browsers add Basic credentials even to requests by pages of other sites. The server accepts
+    Basic credentials only for files of the page, or with a header that other sites cannot send.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +36,11 @@ from negamax.api.http.unpacking import find_encoding
 from negamax.api.router.metrics import RouterMetrics
 from negamax.api.router.prompt import (
     PARAMS,
+    ROOM,
     RoutedPrompt,
     build_decode_body,
     build_prefill_body,
+    build_room_body,
     read_prompt,
 )
 from negamax.api.router.servers import OpenCall, RoutedServer, ServerPool
@@ -51,12 +54,15 @@ MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
 _BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, or shutdown.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # paths with remote prefill
+_ROOM_PATHS = _PAIRED_PATHS | {"/generate"}  # the same in SGLang's protocol
 _STORED_PATH = "/v1/responses"  # A response is stored only by the server that created it.
-# paths with /kv_blocks, which returns the block hashes of a prompt
+# Paths with /kv_blocks, which returns the block hashes of a prompt
 _BLOCK_PATHS = _PAIRED_PATHS | {MESSAGES_PATH, _STORED_PATH}
 _PREVIOUS = "previous_response_id"  # Only the server that stored this response has the prompt.
 _LEAST_TOKENS = 512  # The prefix of a shorter prompt is not worth a request for its blocks.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+# If both servers of a pair fail, the failure of the prefilling server arrives within this time.
+_CAUSE_SECONDS = 1.0
 _PARAMS_BYTES = 8 * 2**20  # Size limit of the answer of a prefilling server.
 _INLINE_BYTES = 32 * 1024  # Prompts of larger bodies are hashed in a thread.
 
@@ -84,7 +90,10 @@ class RouterApp:
         *,
         lifecycle: Lifecycle,
         max_body_bytes: int,
+        bootstrap_ports: Mapping[str, int | None] | None = None,
     ) -> None:
+        """`bootstrap_ports` by the URL of a prefilling server selects SGLang's protocol."""
+        self._ports = bootstrap_ports or {}
         self._pool, self._prefillers, self._lifecycle = pool, prefillers, lifecycle
         self._max_body_bytes = max_body_bytes
         self._budget = BodyBudget(BODIES_IN_FLIGHT * max_body_bytes)
@@ -187,78 +196,114 @@ class RouterApp:
         """Return the answer of a server. Raises `UnavailableError` if no server answers."""
         tried: list[RoutedServer] = []
         while True:
-            body = await self._prefill(request)
-            if isinstance(body, Response):
-                return body
-            call = self._pool.open(request.prompt, without=tried, is_computed=body is not None)
+            is_computed = self._is_paired(request)
+            call = self._pool.open(request.prompt, without=tried, is_computed=is_computed)
             tried.append(call.server)
             others = self._pool.list_ready(tried)
             try:
-                exchange = await _begin(call, request, request.body if body is None else body)
-            except UnavailableError:
-                call.server.num_failures += 1
-                if len(tried) > MAX_RETRIES or not others:
+                exchange = await self._begin_answer(call, request)
+            except BaseException as error:
+                call.close()
+                is_gone = isinstance(error, UnavailableError)
+                call.server.num_failures += is_gone
+                if not is_gone or len(tried) > MAX_RETRIES or not others:
                     raise
                 continue
+            if isinstance(exchange, Response):
+                call.close()
+                return exchange
             is_busy = exchange.status in _BUSY
             call.server.num_failures += is_busy
             is_elsewhere = exchange.status == 404 and request.path.startswith(_STORED_PATH)
             if not others or not (is_elsewhere or (is_busy and len(tried) <= MAX_RETRIES)):
                 encode_end = partial(_encode_end, request, call.server)
                 return RelayedAnswer(exchange, encode_end=encode_end, on_end=call.close)
-            exchange.close()
             call.close()
 
-    async def _prefill(self, request: RoutedRequest) -> bytes | RelayedAnswer | None:
-        """Let a prefilling server compute the prompt, and return the body for the decoding server.
+    def _is_paired(self, request: RoutedRequest, tried: Sequence[RoutedServer] = ()) -> bool:
+        """Return whether a prefilling server, but none of `tried`, can compute the prompt."""
+        fields, paths = request.prompt.fields, _ROOM_PATHS if self._ports else _PAIRED_PATHS
+        if self._prefillers is None or fields is None or request.path not in paths:
+            return False
+        is_prepared = PARAMS in fields or ROOM in fields  # by another router
+        return not is_prepared and bool(self._prefillers.list_ready(tried))
 
-        If a prefilling server refuses the request, return its answer. If the decoding server must
-        compute the prompt, or if no server can decode, return None.
+    async def _begin_answer(
+        self, call: OpenCall, request: RoutedRequest
+    ) -> Exchange | RelayedAnswer:
+        """Let a prefilling server compute the prompt, and begin the answer of the server of `call`,
+        which in SGLang's protocol gets the request at the same time.
+
+        If a prefilling server refuses the request, return its answer. If all prefilling servers
+        fail, the server of `call` computes the prompt.
         """
-        fields = request.prompt.fields
-        if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
-            return None
-        if PARAMS in fields or not self._pool.list_ready():  # PARAMS come from another router.
-            return None
-        body, tried = build_prefill_body(fields), list[RoutedServer]()
-        while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
-            call = self._prefillers.open(request.prompt, without=tried)
-            tried.append(call.server)
-            try:
-                async with asyncio.timeout(None) as limit:
-                    call.server.limits.add(limit)
-                    exchange = await _begin(call, request, body)
-                    if 400 <= exchange.status < 500 and exchange.status not in _BUSY:
-                        return RelayedAnswer(exchange, on_end=call.close)
-                    with closing(call), closing(exchange):
-                        answer = await exchange.read(max_bytes=_PARAMS_BYTES)
-                    if exchange.status == 200:
-                        return build_decode_body(fields, answer)
-            except (UnavailableError, TimeoutError) as error:
-                logger.warning("request %s: %s", request.request_id, str(error) or "a probe failed")
-            finally:
-                call.server.limits.discard(limit)
-            call.server.num_failures += 1
-        return None
+        fields, tried = request.prompt.fields or {}, list[RoutedServer]()
+        while len(tried) <= MAX_RETRIES and self._is_paired(request, tried):
+            assert self._prefillers is not None
+            first = self._prefillers.open(request.prompt, without=tried)
+            tried.append(first.server)
+            if not self._ports:
+                answer = await _compute(first, request, build_prefill_body(fields))
+                if isinstance(answer, bytes):
+                    body = build_decode_body(fields, answer) or request.body
+                    return await _begin(call, request, body)
+            else:
+                body = build_room_body(fields, first.server.url, self._ports)
+                call.prefill = prefill = asyncio.create_task(_compute(first, request, body))
+                decode = asyncio.create_task(_begin(call, request, body))
+                try:
+                    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+                    has_begun = decode.done() and decode.exception() is None
+                    has_begun = has_begun and decode.result().status not in _BUSY
+                    if decode.done() and not has_begun:  # perhaps because of the prefilling server
+                        await asyncio.wait({prefill}, timeout=_CAUSE_SECONDS)
+                    answer = prefill.result() if prefill.done() else b""
+                    if isinstance(answer, bytes) or (answer is None and has_begun):
+                        return await decode
+                finally:
+                    decode.cancel()
+                if call.exchange is not None:
+                    call.exchange.close()
+            if isinstance(answer, RelayedAnswer):
+                return answer
+        return await _begin(call, request, request.body)
+
+
+async def _compute(
+    call: OpenCall, request: RoutedRequest, body: bytes
+) -> bytes | RelayedAnswer | None:
+    """Let the server of `call` compute a prompt, and close `call`. Return the server's answer, a
+    `RelayedAnswer` if the server refuses the request, or None if the server fails.
+    """
+    server = call.server
+    try:
+        async with asyncio.timeout(None) as limit:
+            server.limits.add(limit)
+            with closing(call):
+                exchange = await _begin(call, request, body)
+                answer = await exchange.read(max_bytes=_PARAMS_BYTES)
+        if exchange.status == 200:
+            return answer
+        if 400 <= exchange.status < 500 and exchange.status not in _BUSY:
+            return RelayedAnswer(exchange)
+    except (UnavailableError, TimeoutError) as error:
+        logger.warning("request %s: %s", request.request_id, str(error) or "a probe failed")
+    finally:
+        server.limits.discard(limit)
+    server.num_failures += 1
+    return None
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
     """Send a request and wait for the first bytes of the answer's body, before which the router may
     try another server. Raises `UnavailableError` if the server does not answer.
     """
-    exchange = None
-    try:
-        exchange = await call.server.send(
-            request.method, request.target, headers=request.headers, body=body
-        )
-        await exchange.wait_for_body()
-    except BaseException:
-        if exchange is not None:
-            exchange.close()
-        call.close()
-        raise
+    call.exchange = await call.server.send(
+        request.method, request.target, headers=request.headers, body=body
+    )
+    await call.exchange.wait_for_body()
     call.note_first_bytes()
-    return exchange
+    return call.exchange
 
 
 def _encode_end(request: RoutedRequest, server: RoutedServer, error: UnavailableError) -> bytes:

@@ -28,7 +28,7 @@ from negamax.options.route import EventAddress
 
 logger = get_logger(__name__)
 
-# Limit of an index. A block needs about 110 bytes. Further blocks are ignored.
+# Limit of blocks in an index, which needs about 110 bytes per block. More blocks are ignored.
 MAX_BLOCKS = 1 << 18
 _LEVELS = {KV: 1, HOST: 2, FILES: 4}
 _MOST_BYTES = 2**24  # Size limit of a message, such as the event of a prompt of 3 million tokens.
@@ -45,7 +45,7 @@ class BlockIndex:
     """The published blocks of one cache. One thread changes an instance; other threads may read."""
 
     def __init__(self, endpoint: str) -> None:
-        self.is_live = False  # Whether the index follows the cache.
+        self.is_live = False  # Whether KV events keep the index up to date.
         self.num_losses = 0  # How often events were lost or malformed.
         self.next_number: int | None = None  # Number of the next batch; None: any number.
         self._endpoint = endpoint

@@ -1,9 +1,11 @@
 """Hash the prompts of requests, and build request bodies for prefill/decode pairs."""
 
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -48,7 +50,8 @@ _OF_ANSWERS = frozenset(
         "top_logprobs",
     ]
 )
-PARAMS = "kv_transfer_params"
+PARAMS, ROOM = "kv_transfer_params", "bootstrap_room"
+_ROOM_BITS = 62  # Servers add the number of a prompt in the body, and accept 63 bits.
 
 Fields = dict[str, msgspec.Raw]
 
@@ -84,6 +87,15 @@ def build_prefill_body(fields: Fields) -> bytes:
     kept = {name: raw for name, raw in fields.items() if name not in _OF_ANSWERS}
     once = {"max_tokens": msgspec.Raw(b"1"), "stream": msgspec.Raw(b"false")}
     return msgspec.json.encode({**kept, **once, PARAMS: _ASK_PREFILL})
+
+
+def build_room_body(fields: Fields, url: str, ports: Mapping[str, int | None]) -> bytes:
+    """Return the body by which a decoding server finds the prompt at the prefilling server `url`.
+    Both servers get this body.
+    """
+    room, host = secrets.randbits(_ROOM_BITS), urlsplit(url).hostname
+    address = {"bootstrap_host": host, "bootstrap_port": ports[url], ROOM: room}
+    return msgspec.json.encode({**fields, **address})
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:

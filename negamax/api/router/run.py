@@ -18,7 +18,7 @@ from negamax.api.server import build_bind_error, build_url, settle_garbage_colle
 from negamax.base.addresses import bind, resolve_host
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.options.route import RouteOptions, list_event_addresses
+from negamax.options.route import RouteOptions, list_event_addresses, list_prefillers
 
 logger = get_logger(__name__)
 
@@ -84,7 +84,13 @@ class RouterServer(LimitedServer):
         self, pools: Sequence[ServerPool], options: RouteOptions, *, announce: Callable[[], None]
     ) -> None:
         self._lifecycle = Lifecycle(drain_timeout=_DRAIN_SECONDS)
-        app = RouterApp(*pools, lifecycle=self._lifecycle, max_body_bytes=options.max_body_bytes)
+        ports = {url.geturl(): port for url, port in list_prefillers(options)}
+        app = RouterApp(
+            *pools,
+            lifecycle=self._lifecycle,
+            max_body_bytes=options.max_body_bytes,
+            bootstrap_ports=ports if options.pd_disaggregation else None,
+        )
         super().__init__(
             ErrorMiddleware(app, lifecycle=self._lifecycle, logs_access=False),
             slow_client_timeout=_SLOW_CLIENT_SECONDS,

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import SplitResult
 
 import msgspec
@@ -31,11 +32,11 @@ logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
-# If a reused connection ends within this time after a request, the request is sent again.
+# `_CROSSED_SECONDS`: a request is sent again if its reused connection ends within this time.
 _CROSSED_SECONDS = 1.0
 _BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
-_BLOCKS_BYTES = 2**22  # Size limit of its answer.
-_PAUSE_SECONDS = 5.0  # Time without such requests after a server did not answer one.
+_BLOCKS_BYTES = 2**22  # Size limit of the answer with the blocks of a prompt.
+_PAUSE_SECONDS = 5.0  # Time without requests for blocks after a server did not answer one.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 
@@ -52,9 +53,9 @@ class RoutedServer:
         self.is_up, self.num_open = False, 0
         self._indexes = indexes
         self._next_ask = 0.0  # Monotonic time before which the server is not asked for blocks.
-        self.open_prompts: dict[str, PromptBlocks] = {}  # by the name of the open request
+        self.open_prompts: dict[str, PromptBlocks] = {}  # open request's name -> prompt's blocks
         self.limits: set[asyncio.Timeout] = set()  # A failed probe ends these time limits.
-        # Counters since the start of the router.
+        # Counters of requests since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         self.num_event_hits = 0
         is_https = address.scheme == "https"
@@ -94,7 +95,7 @@ class RoutedServer:
                     if found.block_size > 0 and num_hashed < found.num_tokens:
                         return found
                 elif exchange.status < 500 and exchange.status != 404:
-                    return None  # The server will refuse the request itself, too.
+                    return None  # The server will also refuse the request itself.
         except (UnavailableError, TimeoutError, msgspec.MsgspecError):
             pass
         self._next_ask = time.monotonic() + _PAUSE_SECONDS
@@ -185,6 +186,8 @@ class OpenCall:
     server: RoutedServer
     prompt: RoutedPrompt
     num_pending: int  # number of prompt tokens that `server` probably computes
+    exchange: Exchange | None = None  # `close` closes it
+    prefill: asyncio.Task[Any] | None = None  # computes the prompt on another server until `close`
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 
@@ -205,6 +208,10 @@ class OpenCall:
             self.server.num_open -= 1
             self.server.load.leave(self._name)
             self.server.open_prompts.pop(self._name, None)
+            if self.exchange is not None:
+                self.exchange.close()
+            if self.prefill is not None:
+                self.prefill.cancel()
 
 
 def _count_common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -160,7 +160,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def reads(cls, name: str) -> bool:
-        """Return whether the model uses the value of the field `name`."""
+        """Return whether this class uses the value of the field `name`."""
         is_known = name in cls.model_fields or name in cls.unsupported_fields
         return is_known and name not in cls.ignored_fields
 

@@ -141,7 +141,7 @@ class EngineRequest(RequestModel):
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # Time limit of the request in seconds.
     cache_salt: str = Field(default="", max_length=256)  # Each salt has a separate prefix cache.
-    # The data-parallel rank that answers. The header X-data-parallel-rank overrides this field.
+    # `routed_dp_rank` selects the data-parallel rank; the header X-data-parallel-rank overrides it.
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
 
@@ -174,7 +174,7 @@ class GenerationRequest(SampledRequest):
 
     stream_options: StreamOptions = StreamOptions()  # Settings for streams.
     n: int = 1  # Number of answers to the prompt.
-    # The only tokens to sample; not allowed with a grammar, forced calls or a thinking budget.
+    # Only `allowed_token_ids` are sampled; not with a grammar, forced calls or a thinking budget.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.

@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Grammar kind of each request field. The next table has the keys of `structured_outputs`.
+# Grammar kind of each request field; `_STRUCTURED_KINDS` has those of `structured_outputs`.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -110,7 +110,7 @@ def _read_options(structured: Mapping[str, Any]) -> bool | None:
 def build_format_grammar(
     form: Mapping[str, Any], allowed: tuple[str, ...], param: str, *, is_nested: bool = False
 ) -> Grammar | None:
-    """Return the grammar of the format `form` in field `param`. `allowed` lists the valid types.
+    """Return the grammar of the format `form` in field `param`. `allowed` lists format types.
 
     With `is_nested`, the format has its schema in the field `json_schema`.
     """

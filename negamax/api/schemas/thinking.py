@@ -15,7 +15,7 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # switch thinking on or off
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # keys that switch thinking
 
 
 class ReasoningPlace(enum.Enum):
@@ -27,11 +27,11 @@ class ReasoningPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """A request's thinking settings. None selects the model's default. `budget` is in tokens."""
+    """A request's thinking settings. A field that is None selects the model's default."""
 
     mode: str | None = None  # One of MODES.
     effort: str | None = None  # One of EFFORTS.
-    budget: int | None = None
+    budget: int | None = None  # in tokens
 
     def mode_for(self, template: ChatTemplate) -> str | None:
         """Return the thinking mode. Effort "minimal" disables thinking if `template` can do so."""

@@ -40,7 +40,7 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """Set the limits. `pool_tokens`: tokens in the KV caches. `index`: row of this process."""
+        """Set the limits. `pool_tokens`: size of the KV caches. `index`: row of this process."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)

@@ -24,10 +24,10 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# Seconds without a heartbeat after which an engine is hung. --engine-hang-timeout may reduce it.
+# Seconds without a heartbeat until an engine is considered hung. --engine-hang-timeout reduces it.
 BEAT_TIMEOUT_SECONDS = 30.0
-# Seconds without a heartbeat after which an engine on several nodes is hung. The time limit between
-# two nodes is shorter (`engine.nodes.wire`). Clients get an error within 3 s of a node's end.
+# Seconds without a heartbeat until an engine on several nodes is considered hung. The time limit
+# between two nodes is shorter (`engine.nodes.wire`). Clients get errors within 3 s of a node's end.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
@@ -54,7 +54,7 @@ class EngineChannel:
     ) -> None:
         self.is_open = True
         self.stats: wire.EngineStats | None = None  # Latest statistics of the engine.
-        # Called with each answer to a `Record`.
+        # `on_record` is called with each answer to a `Record`.
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
         # Rank with the oldest heartbeat, and age of this heartbeat in seconds.

@@ -86,7 +86,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo  # Model properties, with the smallest limits of all engines.
-        # Resolves with the reason when all engines are dead and none of them will be restarted.
+        # `failed`: reason, set when all engines are dead and none of them will be restarted.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(
@@ -277,7 +277,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort open sequences whose owner `is_meant` accepts. Return how many were aborted."""
+        """Abort open sequences whose owner `is_meant` accepts, and return their number."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
@@ -298,8 +298,8 @@ class AsyncEngine:
         return [dump for dump in dumps if dump is not None]
 
     async def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
-        """Let each rank of each replica trace its next steps into a file whose name starts with
-        `path`, or write the started trace (None). Raises `InvalidRequestError`.
+        """Let each rank of each replica record its next steps in a trace file whose name starts
+        with `path`; if it is None, write the started trace. Raises `InvalidRequestError`.
         """
         self.check_alive()
 

@@ -163,7 +163,7 @@ class OpenRequest:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Pass an update to the user, or store the update while the request is paused. The request
+        """Pass an update to `run`'s caller, or store it while the request is paused. The request
         may modify the update later. This method never raises: an error ends this request alone.
         """
         if self._take is None or self._is_paused:

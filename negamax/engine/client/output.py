@@ -32,7 +32,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
-    pieces: list[TextPiece]  # Pieces of the text; each has a token id if one token contains it.
+    pieces: list[TextPiece]  # Pieces of the text, with a token id if one token contains the piece.
     logprobs: list[TokenLogprobs] | None  # Logprobs of the tokens in token_ids.
     # Logprobs of all prompt tokens after the first token; only in the first output.
     prompt_logprobs: list[TokenLogprobs] | None
@@ -42,7 +42,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_output_tokens: int  # Output tokens of the choice, including this output.
     num_cached_tokens: int
     error: str | None
-    drafts: tuple[int, int, int] | None = None  # Totals: rows with drafts, drafts, accepted ones.
+    drafts: tuple[int, int, int] | None = None  # Totals of drafts, draft tokens, accepted tokens.
     events: list[ParserEvent] | None = None  # Events of the choice's `TextReader`, if any.
 
     @property
@@ -93,7 +93,7 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        # Without stop strings, the caller feeds the reader itself, many tokens at a time.
+        # Without stop strings, the caller passes the text of many tokens to the reader at once.
         self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` if the engine refused or `UnavailableError` if it lost it."""
+    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost request."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

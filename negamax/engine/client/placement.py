@@ -23,7 +23,7 @@ class ReplicaLoad:
     """The load that all server processes put on one replica. Each process writes its own row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
-        """Read the columns of the replica in `numbers`; write only to their row `index`."""
+        """Read the replica's columns of `numbers`; write these columns only in row `index`."""
         self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS
@@ -105,7 +105,7 @@ class PrefixTable:
 def choose_replica(
     candidates: Sequence[ReplicaLoad], *, cached: Sequence[int], num_tokens: int, num_ranks: int = 1
 ) -> tuple[int, int]:
-    """Choose the candidate with the lowest cost of a prompt of `num_tokens` tokens.
+    """Choose the candidate with the lowest cost for a prompt of `num_tokens` tokens.
 
     `cached` contains the number of cached prompt tokens by candidate. The cost is the load plus the
     prompt tokens to compute. A replica with a longer cached prefix wins if the prefix saves more

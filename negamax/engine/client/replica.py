@@ -28,7 +28,7 @@ class Replica:
         self.info: wire.ModelInfo | None = None  # Properties of the replica's latest engine.
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # Open requests by sequence id.
-        # Called with the number of tokens of each new step.
+        # `on_steps` is called with the number of tokens of each new step.
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
@@ -78,7 +78,7 @@ class Replica:
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Add a request whose choice i has tokens[i] prompt tokens; choice 0 computes `pending`."""
+        """Add a request. Choice i has tokens[i] prompt tokens; choice 0 computes `pending`."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -113,7 +113,7 @@ class Replica:
         ]
 
     async def record(self, make: Callable[[int], wire.Record]) -> wire.ExpertDump | None:
-        """Send a command, which `make` returns for a number, and return the answer's dump.
+        """Send the command `make(number)` with a new number, and return the dump in the reply.
 
         Raises `InvalidRequestError` with the engine's reason for a refusal.
         """

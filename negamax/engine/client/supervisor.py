@@ -84,8 +84,8 @@ class EngineSupervisor:
     ) -> "EngineSupervisor":
         """Start the engine processes, which run `module`, and wait until all engines are ready.
 
-        The engines serve `engine` and the `num_servers` - 1 processes of `listener`. `parent` is
-        the heartbeat of this process; if the heartbeat stops, the engine kills this process. If an
+        The engines serve this process, whose client is `engine`, and `num_servers` - 1 others.
+        `parent` is the heartbeat of this process; if it stops, the engine kills this process. If an
         engine refuses to start, end all engines and raise `ConfigError` with its message.
         """
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))

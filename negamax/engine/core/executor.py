@@ -58,7 +58,7 @@ class Executor(Protocol):
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
-        """Send the bitmask of the latest plan. Every plan with grammar rows waits for one."""
+        """Send the bitmask of the latest plan. Plans with grammar rows wait for their bitmask."""
         ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
@@ -244,7 +244,7 @@ class LocalRanks(RankHost):
 
 
 class MultiProcessExecutor:
-    """Runs plans in rank processes. One rank sends the results of all ranks with the same plans."""
+    """Runs plans in rank processes. Of ranks with the same plans, one sends the results."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class MultiProcessExecutor:
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
-        """Wait for the reports of all ranks. Raises a rank's error, or `EngineDeadError`."""
+        """Wait until all ranks are ready. Raises a rank's error, or `EngineDeadError`."""
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
             awaited = [rank for rank in range(len(self._sockets)) if rank not in readies]
@@ -440,7 +440,7 @@ class MultiProcessExecutor:
             raise EngineDeadError(self.death() or f"rank {rank} has disconnected") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
-        """Wait for a message of a rank. Raises `EngineDeadError` if a rank ends before."""
+        """Wait for a message of a rank. Raises `EngineDeadError` if a rank ends first."""
         self._wait_for_any([socket], poller)
         return socket.recv()
 

@@ -21,7 +21,7 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 logger = get_logger(__name__)
 
 COUNT_STEPS = 100  # Largest number of steps between two counts of expert selections.
-# Experts of a layer are moved if the load of the busiest rank falls by at least this fraction.
+# `LEAST_GAIN`: a layer's experts are moved if the largest rank load falls by this fraction.
 LEAST_GAIN = 0.02
 
 
@@ -58,7 +58,7 @@ class ExpertBalancer:
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the next step's expert moves and whether it counts selections; None: neither."""
+        """Return the next step's expert moves and whether it counts selections; None if neither."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []
@@ -93,7 +93,7 @@ class ExpertBalancer:
             return None
         if not self._record:
             raise InvalidRequestError(
-                "no recording of experts was started",
+                "no expert distribution recording was started",
                 hint="start a recording first",
                 code="no_expert_record",
             )

@@ -182,7 +182,7 @@ class EventPublisher:
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
         """Open the sockets. `rank`: index in the ranks of all replicas. Raises `ConfigError`."""
         self.num_batches = 0  # Number of sent batches.
-        self.num_dropped = 0  # Number of steps whose changes the thread dropped.
+        self.num_dropped = 0  # Number of steps whose cache changes the thread dropped.
         self._config, self._rank = config.add_rank(rank), rank
         self._topic = config.topic.encode()
         # `_LOST` marks a place in the queue where changes were dropped.
@@ -270,7 +270,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Answer a request for batches from a number on by the stored batches and an end mark."""
+        """Send the stored batches from the requested sequence number on, and then an end mark."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

@@ -78,7 +78,7 @@ class EngineLoop:
         self._sockets = transfers  # Sockets to other engines; None without --kv-transfer-config.
         self._transfers = None if transfers is None else transfers.transfers
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans of the latest steps.
-        # Launched steps that are not committed, oldest first; None marks a round without a plan.
+        # `_in_flight`: uncommitted launched steps, oldest first; None marks a round without a plan.
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
         self._pending_updates: list[SequenceUpdate] = []
@@ -448,5 +448,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Return `end` with the facts whether the request was refused or lost its grammar process."""
+    """Return `end` with flags for a refused request and for a lost grammar process."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

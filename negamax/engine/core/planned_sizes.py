@@ -19,9 +19,9 @@ _LOADS = (Workload(1), Workload(256))
 
 
 def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
-    """Choose the best parallel sizes for the performance mode. Keep `options` if they set a size or
-    if the machine has one GPU. If `one_engine` is False, several replicas may use the GPUs. Raises
-    `ConfigError` if no split of the model fits, and the errors of `locate`.
+    """Choose the best parallel sizes for the performance mode. Keep `options` if they set a
+    parallel size or if there is one GPU. If `one_engine` is False, several replicas may use the
+    GPUs. Raises `ConfigError` if no split of the model fits, and the errors of `locate`.
     """
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
@@ -76,7 +76,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Return whether `options` allow a candidate, which must not shard caches by default."""
+    """Return whether `options` allow `candidate`. DCP and index sharding are never defaults."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

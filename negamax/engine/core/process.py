@@ -1,7 +1,7 @@
 """Run an engine process, which `engine.client.connection` starts.
 
-The first message contains the options. Server processes send requests, and get updates after each
-step. One thread sends heartbeats and watches ranks. One thread watches the server.
+The first message to the process contains the options. Server processes send requests and get
+results. A thread sends heartbeats and watches ranks. A thread ends the process if its parent ends.
 """
 
 import gc
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # Time between two checks whether ranks are alive.
-# Time for the engine loop to report a dead rank before the heartbeat thread reports it.
+# `LAST_STEP_SECONDS`: time for the engine loop to report a dead rank before the heartbeat thread.
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # Time between attempts to connect to a server process.
 
@@ -207,7 +207,7 @@ def _record(loop: EngineLoop, message: wire.Record) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """State of the engine loop in heartbeats. Only the loop's thread changes this state."""
+    """State of the engine loop, for heartbeats. Only the loop's thread changes this state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

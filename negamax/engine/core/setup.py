@@ -41,6 +41,7 @@ from negamax.models.registry import import_draft_names, list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
+from negamax.options.transfer import NIXL
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.planner.chunks import plan_even_times
@@ -55,6 +56,7 @@ from negamax.scheduler.prefix_cache import HASH_BYTES
 from negamax.scheduler.step import ROWS_PER_PAGE
 from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
+from negamax.worker.nixl_probe import check_nixl
 
 logger = get_logger(__name__)
 Spec = TypeVar("Spec", bound=ModelSpec)
@@ -88,6 +90,8 @@ def _start_loop(
     folder = None
     if options.kv_transfer is not None:
         check_transfer_address(options.kv_transfer)
+        if options.kv_transfer.lane == NIXL:
+            check_nixl(options.kv_transfer.transport)
         folder = PrivateFolder()
         started.callback(folder.remove)
     elif options.kv_transfer_config is not None:
@@ -308,14 +312,14 @@ def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> S
 
 
 def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | None:
-    """Return why the user or the files provide the text model alone. None: they provide a tower."""
+    """Return the reason why the model has no vision tower; None if it has one."""
     folder = source.weights_folder
     if options.encoder_cache_tokens < ROWS_PER_PAGE:
         return f"--encoder-cache-tokens is {options.encoder_cache_tokens}"
     if options.script is not None:
         return "a script provides the answers"
     if folder is None:
-        return None  # synthetic weights include the tower
+        return None  # synthetic weights include the vision tower
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
     if rotation_file(read_json_object(folder / "config.json"), folder) is not None:
@@ -326,9 +330,9 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. A draft without these tensors uses
-    those of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors
-    have another width or are rotated.
+    """Record whether `draft` has its own embedding and head. A draft without one of them uses the
+    target's, from `folder`. Raises `CheckpointError`, or `ConfigError` if the draft needs tensors
+    of the target that it cannot use.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -353,8 +357,8 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
         )
     if spec.is_rotated_back and not spec.own_head:
         raise ConfigError(
-            "the draft's files lack a head, and the model's head cannot be used: it is rotated "
-            "together with the scale of a norm (QuaRot)",
+            "the draft's files lack a head, and the model's head cannot be used: QuaRot "
+            "rotated it together with the scale of a norm",
             hint="use a draft with its own head",
         )
     return replace(draft, spec=spec)
@@ -484,7 +488,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or `MEASURED` if unknown, because only time ratios matter."""
+    """Return this machine's GPU, or `MEASURED` if unknown: plans need only ratios of times."""
     if device == "cpu":
         return MEASURED
     try:

@@ -48,8 +48,8 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. If `options` name a draft model, use it
-    for the target model that its config.json names. Raises `ConfigError` or `CheckpointError`.
+    """Find or download a model, and read its configuration. If `options.model` is a draft, use it
+    for the target that its config.json names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)
@@ -71,7 +71,7 @@ def locate(options: EngineOptions) -> ModelSource:
         most, asked = found.spec.most_tokens, speculation.num_speculative_tokens
         if most is not None and asked > most:
             raise ConfigError(
-                f"num_speculative_tokens is {asked}; the draft proposes {most} tokens at once",
+                f"num_speculative_tokens is {asked}; the draft proposes at most {most} per step",
                 hint=f"use {most} or less",
             )
     if found.spec.verifier is not None:

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def check_transfer_address(config: KvTransferConfig) -> None:
-    """Raise `ConfigError` if the address is on a network and no key is set."""
+    """Raise `ConfigError` if other machines can reach the address and no key is set."""
     if not config.is_loopback and not has_key():
         raise ConfigError(
             f"--kv-transfer-config: kv_ip is {config.host}, and {KEY_VARIABLE} is not set: any "
@@ -100,7 +100,7 @@ class TransferSockets:
             lane.send(lane_wire.encode(command))
 
     def poll(self) -> None:
-        """Handle all messages that have arrived, and apply time limits."""
+        """Handle all messages that have arrived, then call `Transfers.advance`."""
         transfers, now = self.transfers, time.monotonic()
         for lane in self._lanes:
             for (frame,) in _receive_all(lane):
@@ -121,7 +121,7 @@ class TransferSockets:
         transfers.advance(now=now)
 
     def wait(self, requests: Socket) -> bool:
-        """Wait for a request, a message or the next check. Return whether a request has arrived."""
+        """Wait for a request, a message or a timer. Return whether a request has arrived."""
         poller = zmq.Poller()
         poller.register(requests, zmq.POLLIN)
         for socket in (*self._lanes, self._server, *sum(self._peers.values(), ())):
@@ -144,7 +144,7 @@ class TransferSockets:
         """Connect to a prefilling engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
             raise ConnectionError(f"{host} is not this machine, but kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # Close the oldest one without an answer.
+        if len(self._peers) == MOST_PEERS:  # Close the oldest peer that has not answered.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
                 raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")

@@ -123,11 +123,11 @@ class Transfers:
         return bool(self._pulls or self.shared.leases or self._waiting)
 
     def stats(self) -> dict[str, int]:
-        """Return the fields of `RankStats` that count prompts for and from other engines."""
+        """Return the fields of `RankStats` about prefills for other engines, pulls and leases."""
         return {**vars(self.counts), "num_leases": len(self.shared.leases)}
 
     def request_ids(self) -> list[str]:
-        """Return the ids of the requests that wait for blocks."""
+        """Return the ids of the requests that wait for a pull."""
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
@@ -142,7 +142,7 @@ class Transfers:
         peer, tokens = (remote.host, remote.port), request.prompt_token_ids
         num_blocks = (len(tokens) - 1) // size
         if not num_blocks or request.sampling.prompt_logprobs is not None:
-            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the prompt.
+            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the prompt itself.
             self.ready.append(replace(request, remote=None))
             return
         prompt_hash = hash_prompt(request, block_size=size)
@@ -230,7 +230,7 @@ class Transfers:
                 self._finish(pull, problem)
 
     def advance(self, *, now: float) -> None:
-        """Answer waiting engines, begin copies, renew leases and apply time limits."""
+        """Answer waiting engines, begin copies, renew leases, end expired leases and pulls."""
         for lease in list(self.shared.leases.values()):
             if lease.expires == inf:
                 lease.expires = now + self.config.lease_seconds

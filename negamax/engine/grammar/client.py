@@ -62,7 +62,7 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # It closes when the forked process ends.
+        self._channel, theirs = socket.socketpair()  # closes when the forked process ends
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)

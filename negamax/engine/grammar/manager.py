@@ -61,7 +61,7 @@ class RequestGrammar:
     masks: list[Mask] = field(default_factory=list)
     # Draft tokens that the next step may verify; -1 at a position without a draft token.
     drafts: list[int] = field(default_factory=list)
-    num_asked: int = 0  # Number of messages about new tokens without an answer yet.
+    num_asked: int = 0  # Number of unanswered messages about new tokens.
     asked: float = 0.0  # Monotonic second of the latest message to the grammar process.
     kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
@@ -86,7 +86,7 @@ class RequestGrammar:
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Return whether, in state `gate`, the output is in reasoning that has no grammar."""
+        """Return whether the output, in the state `gate`, is in reasoning without a grammar."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -96,7 +96,7 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Add a committed token. Return the part of the token that belongs to the content."""
+        """Add a committed token. Return the part of the token that the grammar must read."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def lose(self, message: str) -> None:
@@ -141,7 +141,7 @@ class GrammarManager:
         self._client: GrammarClient | None = None
         self._workers: list[GrammarClient] = []
         self._risky: list[RequestGrammar] = []  # Grammars that wait for a worker.
-        # digest of a refused grammar -> (end of the refusal in monotonic seconds, message)
+        # Digest of a refused grammar -> (end of the refusal in monotonic seconds, message)
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
@@ -157,7 +157,7 @@ class GrammarManager:
         return request_id in self._rules
 
     def start(self) -> GrammarClient:
-        """Return the process for grammars that are not risky. The first call starts it."""
+        """Return the process for grammars that are not risky; start this process if necessary."""
         if self._client is None:
             self._client = self._fork()
         return self._client
@@ -206,7 +206,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the constraints of a request. Return whether their preparation had not ended."""
+        """Drop the constraints of a request. Return whether the constraints were not ready yet."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False
@@ -219,7 +219,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Send new tokens and drafts to processes. Return ids of requests with no more limits."""
+        """Send tokens and drafts to processes. Return ids of requests that need no more masks."""
         if not self._rules:
             return []
         released: list[str] = []
@@ -267,7 +267,7 @@ class GrammarManager:
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
         """Return the bitmask for `rows` of a launched step, and the constraints of requests that
         must end because of an error or the end of their grammar. Rows whose mask is late are
-        postponed. If `may_wait` is set, the wait for masks is longer.
+        postponed. `may_wait` extends the wait for masks.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -320,7 +320,7 @@ class GrammarManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
-        """Return the masks that are known for a row's samples; None allows all tokens."""
+        """Return the available masks for a row's samples; a mask of None allows all tokens."""
         gate = None if rule.gate is None else rule.gate.fork()
         # While answers are missing, `rule.masks` belong to earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
@@ -347,7 +347,7 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # The step will reject this draft token, so the rows' later samples need no masks.
+                # The step will reject this draft token, so the row's later samples need no masks.
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found
@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process, fail its running outputs, and recompile other grammars."""
+        """End a dead or hung process, fail its running outputs, recompile its other grammars."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -558,7 +558,7 @@ class GrammarManager:
             self._end_if_free(client)
 
     def _end_if_free(self, client: GrammarClient) -> None:
-        """If a process has no outputs and may hang, or too many workers are idle, end one."""
+        """End `client` if it has no outputs and may hang. End a worker if too many are idle."""
         if self._followed_by(client):
             return
         if client is self._client:

@@ -2,7 +2,7 @@
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
 interrupted. The first process loads the compiler and forks other processes. One forked process
-handles most grammars. Each worker compiles one risky grammar with limits and low priority.
+handles most grammars. Each worker compiles one risky grammar, with low priority and a memory limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 MAX_THREADS = 64  # More threads than cores, because some threads may hang.
 SLOW_SECONDS = 0.02  # Longest computation of a mask for which the engine can wait.
-MEMORY_SHARE = 1 / 4  # Memory limit of each process that is not a worker / main memory.
+MEMORY_SHARE = 1 / 4  # Fraction of main memory that each process except workers may use.
 WORKER_BYTES = 2 << 30  # Memory limit of a worker process, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks whether threads have finished work.
@@ -87,13 +87,13 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output with a grammar. A turn computes its next mask; turns do not overlap."""
+    """One output with a grammar. A turn computes the output's next mask; turns do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
         self.compiled = compiled
         self.matcher: GrammarMatcher | None = None  # The first turn creates the matcher.
-        # Output parts and draft tokens that later turns will process.
+        # `waiting`: output parts and draft tokens that later turns will process.
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
         self.turn_started: float | None = None  # Start of the turn, in monotonic seconds.
@@ -119,7 +119,7 @@ class GrammarServer:
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
-        self._no_drafts_from = 0.0  # Monotonic second after which no mask after a draft is begun.
+        self._no_drafts_from = 0.0  # Monotonic deadline to begin masks of positions after drafts.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
         self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Unsent answers.
@@ -228,7 +228,7 @@ class GrammarServer:
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
-        """Let a thread compute the stream's next mask if no thread is computing it."""
+        """Let a thread compute the next mask of output `stream` if no thread is computing it."""
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None

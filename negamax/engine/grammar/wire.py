@@ -17,11 +17,11 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time limit for beginning to compute a mask after a draft.
+    draft_seconds: float  # Time limit for beginning the mask of the position after a draft token.
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host process to fork. The message passes the descriptor of the process's stdin."""
+    """Asks the host process to fork. The message passes the new process's stdin."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -59,7 +59,7 @@ class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The process refuses the grammar of output `key`, which may have begun already."""
+    """The process refuses the grammar of output `key`, even if this output has begun."""
 
     key: int
     message: str
@@ -67,12 +67,12 @@ class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
-    """The mask for the next token of an output, after all parts that the engine has sent."""
+    """The mask for the next token of an output, after all tokens that the engine has sent."""
 
     key: int
     mask: bytes | None  # None if the grammar has ended or has failed with `error`.
     error: str | None = None  # Reason why the grammar failed or allows no token.
-    # Masks after each draft token. The list ends early if a draft is rejected or time is up.
+    # `after_drafts`: masks after each draft token, until a draft token is rejected or time is up.
     after_drafts: list[bytes] = []
 
 

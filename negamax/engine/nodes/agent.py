@@ -80,7 +80,7 @@ class Agent:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 or a signal ends this agent. Raises `ConfigError` if node 0 refuses."""
+        """Run until node 0 or a signal ends the agent; raise `ConfigError` if node 0 refuses it."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0
@@ -303,8 +303,8 @@ def run_agent(
     health_address: tuple[str, int] | None = None,
 ) -> None:
     """Run the agent of node `options.node_rank` and answer probes at `health_address`. Raises
-    `ConfigError` or `CheckpointError` for a missing key, wrong model files, or a split that does
-    not fit this machine. Also raises the errors of `NodeHealth` and `Agent.run`.
+    `ConfigError` or `CheckpointError` for a missing cluster key, wrong model files, or a split that
+    does not fit this machine. Also raises the errors of `NodeHealth` and `Agent.run`.
     """
     network.check_key(options.nodes)
     health = None if health_address is None else NodeHealth(*health_address)

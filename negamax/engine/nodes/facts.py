@@ -1,4 +1,4 @@
-"""Collect facts that must be equal on all nodes. Node 0 compares them before ranks load weights."""
+"""Collect facts that must be equal on all nodes; node 0 compares them before ranks load weights."""
 
 import hashlib
 from collections.abc import Iterator

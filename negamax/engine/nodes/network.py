@@ -111,7 +111,7 @@ def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
         address = str(probe.getsockname()[0])
     holders = [name for name, addresses in own.items() if address in addresses]
     if not holders:
-        raise ConfigError(f"no known interface has the address {address}", hint="set --interface")
+        raise ConfigError(f"no local interface has the address {address}", hint="set --interface")
     return Place(address, holders[0], "the route to --master-addr")
 
 
@@ -143,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """Return (interface, option that selects it) or (None, ""). Raises `ConfigError`."""
+    """Return (interface name, option that selects it) or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:

@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return what each of `count` nodes needs: GPUs and CPUs for its ranks, or CPUs only."""
+        """Return the GPUs and CPUs (or only CPUs) that each of `count` nodes needs for ranks."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -107,7 +107,7 @@ class RayPlacement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """Return the error of the options with `count` nodes; None if the options allow them."""
+        """Return the error that the options raise with `count` nodes; None if they raise none."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have free resources. `one_day`: count used ones as free."""
+        """Return whether `count` nodes have free resources; `one_day`: free or used resources."""
         share = self.share(count)
         room = [
             node.id
@@ -143,7 +143,7 @@ class RayPlacement:
 def make_placement(
     options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str
 ) -> RayPlacement:
-    """Create the placement of machine `own_id`. Raises `ResourceError` if `nodes` lacks this id."""
+    """Create the placement of this machine. Raises `ResourceError` if `nodes` lacks `own_id`."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(

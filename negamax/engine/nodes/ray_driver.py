@@ -38,7 +38,7 @@ _GROUP_SECONDS = 5.0  # Longest wait for one reservation by Ray.
 _REMINDER_SECONDS = 10.0
 _LEAVE_SECONDS = 1.0  # Longest wait for the agents to end.
 _END_SECONDS = 10.0  # Time from the end of standard input to a forced exit.
-# Options of `ray.init` for a cluster that this process starts. Engines store no large objects.
+# `_OWN_CLUSTER`: options of `ray.init` for a cluster of this process, which needs little memory.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
 _MAX_MESSAGE = 300  # Largest number of characters of a Ray message.
 _PIN = 0.001  # Amount of this machine's Ray resource "node:" to request, so that node 0 runs here.
@@ -165,7 +165,7 @@ class Driver:
         ray.shutdown()
 
     def _reserve(self) -> tuple[RayPlacement, int]:
-        """Wait for free machines and reserve them. Raises `ResourceError` at the time limit."""
+        """Wait for free machines and reserve them. Raises `ResourceError` after a timeout."""
         import ray
 
         seconds = self._options.ray_placement_timeout

@@ -7,8 +7,8 @@ in prefill and decode. PyTorch computes each query row with the same bits if the
 rows (tests/cpu/test_batch_invariance.py), so GEMMs with fewer query rows are padded to 4 rows.
 
 A step of 16 sequences (384 keys, 2 KV heads of 128, bf16) takes 0.82 ms on two Zen 4 cores with
-cold caches. Gathering keys and values takes 0.36 of the 0.82 ms. With batched GEMMs and a separate
-softmax a step of 16 sequences took 1.44 ms. Scores and sums are fp32.
+cold caches. Gathering keys and values takes 0.36 ms of the step's 0.82 ms. With batched GEMMs and a
+separate softmax a step of 16 sequences took 1.44 ms. Scores and sums are fp32.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
-QUERY_TILE = 64  # query positions per prefill tile; numbers of keys are padded to multiples of it
+QUERY_TILE = 64  # query positions per prefill tile; keys are padded to multiples of this number
 _ROW_MULTIPLE = 4  # GEMMs pad their number of query rows to a multiple of this number
 _GATHER_ROWS = 64  # maximum number of sequences whose keys are copied at a time; limits memory
 

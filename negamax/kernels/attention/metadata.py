@@ -28,7 +28,7 @@ class DecodeRuns:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The tokens of a step on all ranks of `group`: N tokens per rank, in rank order."""
+    """The tokens of a step on all ranks of `group`, N per rank, in rank order."""
 
     group: Collective
     positions: Tensor  # [ranks * N] int64, positions of the N tokens of each rank
@@ -39,8 +39,8 @@ class SharedTokens:
 class StepTokens:
     """Input of a mixture of experts: data about the T tokens of a step."""
 
-    num_actual_tokens: Tensor | None = None  # [1] int32, number of tokens before the padding
-    # [T] int64, token positions, which select replicas of the experts; None: all positions are 0
+    num_actual_tokens: Tensor | None = None  # [1] int32, number of tokens before the padding.
+    # Token positions [T] int64, which select replicas of the experts; None: all positions are 0.
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -61,19 +61,19 @@ class AttentionMetadata:
     positions: Tensor  # [T] int64, position of each token in its sequence
     token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
-    block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables
-    # [S] int32, lengths with this step's tokens; 0 marks a padding sequence, whose output is 0
+    block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables.
+    # Lengths [S] int32 with this step's tokens; 0 marks a padding sequence, whose output is 0.
     seq_lens: Tensor
-    query_starts: Tensor  # [S + 1] int32, index of each sequence's first query, then the last end
+    query_starts: Tensor  # [S + 1] int32, first query index of each sequence, then the query count
     num_decodes: int
     host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
-    host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence
-    # [1] int32, number of tokens before the padding; None: there is no padding
+    host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence.
+    # Number of tokens before the padding, [1] int32; None: there is no padding.
     num_actual_tokens: Tensor | None = None
     # upper bound of the number of tokens of a rank in this step; None: all ranks have T tokens
     most_tokens: int | None = None
-    is_share: bool = False  # whether context-parallel ranks of any data-parallel rank shard tokens
-    # the tokens of all context-parallel ranks; None: the step's tokens are not split over ranks
+    is_share: bool = False  # Whether context-parallel ranks of any data-parallel rank shard tokens.
+    # Tokens of all context-parallel ranks; None: the step's tokens are not split over ranks.
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. It
@@ -111,7 +111,7 @@ class AttentionMetadata:
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
-        """Return block tables [S, blocks] int64 with enough columns for the longest host length."""
+        """Return block tables [S, blocks] int64 with enough columns for max(host_seq_lens)."""
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
 

@@ -30,7 +30,7 @@ class QkNorm:
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32: weights of q, then of k
     heads: int
     kv_heads: int
-    # elements of a token's q (k_count: of k) on all ranks, including all copies of KV heads
+    # number of elements of a token's q (k_count: of k) on all ranks, with all copies of KV heads
     q_count: float
     k_count: float
     eps: float
@@ -180,7 +180,7 @@ def attend(q: Tensor, cache: KvCache, queries: Prepared, /) -> Hidden:
 
 
 def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Gather the first `length` keys or values of `table` -> [length, kv_heads, head_dim] fp32."""
+    """Gather `length` keys or values from blocks `table` -> [length, kv_heads, head_dim] fp32."""
     return gather_rows(cache, table[: -(-length // cache.shape[2])])[:length]
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the Triton attention kernels by architecture. No launch size is tuned at run time."""
+"""Launch sizes of the Triton attention kernels, by architecture; not tuned at run time."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ class DecodeSplit:
     block_n: int = 64  # number of keys per tile
     min_tiles: int = 1  # minimum number of tiles per split of the keys
     programs: float = 3  # number of programs per multiprocessor for tiles of up to 16 query rows
-    split_programs: float = 1.5  # number of programs per multiprocessor if each processes one split
-    # Each program processes one split (of up to 16 query rows) only if every sequence can have this
-    # number of splits. With fewer splits, some splits would be twice as long as others.
+    split_programs: float = 1.5  # Programs per multiprocessor if each processes one split.
+    # Each program processes one split (of up to 16 query rows) only if every sequence can have
+    # `min_splits` splits. With fewer splits, some splits would be twice as long as others.
     min_splits: int = 3
     wide_programs: float = 2  # number of programs per multiprocessor for tiles of 17 to 32 rows
     min_runs: int = 4  # in steps with fewer sequences, each program processes one query
@@ -28,7 +28,7 @@ _FEW = 64  # steps of up to this number of queries do not fill tiles of 128 quer
 
 
 class AttentionTiles:
-    """Unmeasured sizes, with which two pipeline stages need at most 64 KB of shared memory."""
+    """Unmeasured launch sizes; two pipeline stages need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         """Return launch sizes for `block_m` rows per tile, `cache_bytes` bytes per cached value."""
@@ -39,12 +39,12 @@ class AttentionTiles:
         return 64
 
     def prefill_programs(self, block_m: int) -> int:
-        """Return how many programs per multiprocessor share the keys of few tiles."""
+        """Return the number of programs per multiprocessor that split the keys of a few tiles."""
         return 128 // block_m
 
     def prefill_launch(self, block_m: int, cache_bytes: int, *, is_shard: bool) -> Launch:
-        """Return sizes for tiles of `block_m` queries and cache elements of `cache_bytes` bytes, of
-        all blocks or of a rank's shard.
+        """Return launch sizes for tiles of `block_m` queries and cache elements of `cache_bytes`
+        bytes. `is_shard`: the cache contains only a rank's shard of the blocks.
         """
         return Launch(block_n=32, num_warps=4, num_stages=2)
 
@@ -82,8 +82,8 @@ def choose_decode_programs(
     min_splits: int = 1,
     constants: DecodeSplit = DECODE,
 ) -> tuple[int, bool]:
-    """Return the number of programs per KV head, and SPLIT_KV (whether each program has one split
-    of one sequence). SPLIT_KV needs `min_splits` programs per sequence. A tile has `num_rows` rows.
+    """Return the number of programs per KV head for tiles of `num_rows` query rows, and whether
+    each program has one split of one sequence: this needs `min_splits` programs per sequence.
     """
     runs = constants.programs if num_rows <= 16 else constants.wide_programs
     split, many = (

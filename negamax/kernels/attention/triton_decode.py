@@ -136,7 +136,7 @@ def _attend_split(
     With PREFETCH_KV `prefetched` has k and v of the first tile, and the offset of the newest key.
     The predecessor kernel wrote the newest key, so this key is processed last.
     """
-    WARPS: tl.constexpr = C.WARPS  # a copy: Triton 3.6 accepts no struct field in a shape
+    WARPS: tl.constexpr = C.WARPS  # a copy, as Triton 3.6 accepts no struct field in a shape
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     SLICE: tl.constexpr = C.BLOCK_N // WARPS
@@ -295,7 +295,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 
 def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Return two decode kernels: one reduces splits by spin waits, one by a second launch."""
+    """Return two decode kernels: one merges splits after spin waits, one in a second launch."""
     later = partial(plan, reduce_later=True)
     return (
         triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),

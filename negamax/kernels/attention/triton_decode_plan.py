@@ -44,8 +44,8 @@ class DecodePlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` each
-    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
+    work: Tensor  # [programs, WORK_WORDS] int32: first and end tile, first sequence and its fields
     programs: int  # number of programs per KV head
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
@@ -59,7 +59,7 @@ WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """Return this thread's memory for partial results: int32 [words], EMPTY between launches."""
+    """Return a CPU thread's memory for partial results: int32 [words], EMPTY between launches."""
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -121,7 +121,7 @@ def _find_program_tiles(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the maximum number of tiles of a program, and the number of tiles of all sequences.
-    With `split_kv` bisection finds the smallest maximum for which there are enough programs.
+    With `split_kv`, bisection finds the smallest maximum for which `programs` programs suffice.
     """
     _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
@@ -151,8 +151,8 @@ def _find_program_tiles(
 def _plan_decode_kernel(
     seq_lens,  # [S] int32, sequence lengths with this step's tokens
     block_table_indices,  # [S] int64, row of each sequence in the block tables
-    sequences,  # [S, SEQUENCE_WORDS] int32, written: a `PlannedSequence` each
-    work,  # [programs, WORK_WORDS] int32, written: first tile, end tile, first sequence, its plan
+    sequences,  # [S, SEQUENCE_WORDS] int32, written: one `PlannedSequence` per row
+    work,  # [programs, WORK_WORDS] int32, written: first and end tile, first sequence, its fields
     num_seqs,
     programs,
     split_kv,  # 1 if each program processes one split of one sequence, else 0
@@ -201,8 +201,8 @@ def _plan_decode_kernel(
 class Splits(NamedTuple):
     """The work of each program of a kernel that splits sequences."""
 
-    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` each
-    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
+    work: Tensor  # [programs, WORK_WORDS] int32: first and end tile, first sequence and its fields
     programs: int  # number of programs per KV head
     split_kv: bool
 

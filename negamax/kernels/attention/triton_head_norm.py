@@ -69,7 +69,7 @@ def _load_rotated(
     `weight` [2, DIM] is given, heads are normalized first, by weight[1] for keys, else weight[0].
     Heads with `is_plain` are not changed.
     """
-    BLOCK_H: tl.constexpr = C.BLOCK_H  # a copy: Triton 3.6 accepts no struct field in a shape
+    BLOCK_H: tl.constexpr = C.BLOCK_H  # a copy, as Triton 3.6 accepts no struct field in a shape
     cos, sin = angles
     columns, masks = split_columns(is_there, DIM, C.HALF, C.BLOCK_HALF, BLOCK_REST)
     # load the angles before waiting for the predecessor kernel, which does not write them
@@ -193,8 +193,8 @@ def launch_norm_rope_write(
     cache: KvCache,
     index: IndexHeads | None = None,
 ) -> Tensor:
-    """Launch the kernel and return q [T, heads, head_dim]. `norm` is (weight, eps). The kernel does
-    not write tokens with negative row indices.
+    """Launch the kernel and return q [T, heads, head_dim]. `norm` is (weight, eps). Tokens with
+    negative row indices are not cached.
     """
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.stride(1) == 1 and cache.k.is_contiguous() and cache.v.is_contiguous()

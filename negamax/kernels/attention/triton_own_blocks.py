@@ -22,7 +22,7 @@ _CHUNK = 1024  # number of blocks that the planning program loads at a time
 class OwnBlocks:
     """The blocks that a rank holds of each of S sequences, in ascending order."""
 
-    blocks: Tensor  # [S, 2, max_blocks] int32: block indices in the sequence, in the rank's cache
+    blocks: Tensor  # [S, 2, max_blocks] int32: block indices in sequence and in the rank's cache
     held: Tensor  # [S, max_blocks] int32; entry i: number of held blocks among blocks 0 to i
     tokens: Tensor  # [S] int32, number of held blocks * block size
     keys: Tensor  # [S] int32, number of keys of the sequence in held blocks

@@ -14,9 +14,9 @@ such as one token in a captured step, can contain all query heads of a KV head. 
 the first head then attends for all query heads of the KV head.
 
 If a few queries follow a long prefix, there are too few tiles to fill the GPU. Several programs
-then split the keys of a tile, and a second launch merges their results. The number of programs is
-proportional to the number of keys. The device computes the splits, so a captured step handles
-prefixes of any length.
+then split the keys of a tile, and a second launch merges their results. The number of programs for
+a tile is proportional to its number of keys. The device computes the splits, so a captured step
+handles prefixes of any length.
 """
 
 from dataclasses import dataclass
@@ -69,11 +69,11 @@ class PrefillPlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    block_m: int  # maximum number of queries per tile
-    # [tiles, 4] int32: index of the first query, number of queries, first position, sequence
+    block_m: int  # Maximum number of queries per tile.
+    # Tiles [tiles, 4] int32: index of the first query, number of queries, first position, sequence.
     tiles: Tensor
-    split: SplitTiles | None = None  # splits of the tiles; None: each tile has one program
-    # `OwnBlocks.held` if the block tables list only this rank's blocks; None: they list all blocks
+    split: SplitTiles | None = None  # Splits of the tiles; None: each tile has one program.
+    # `held` is `OwnBlocks.held` if block tables list only this rank's blocks, None if all blocks
     held: Tensor | None = None
 
 
@@ -226,7 +226,7 @@ def _prefill_kernel(
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
-    held,  # [S, held_stride] int32, `OwnBlocks.held`; None: `tables` list all blocks
+    held,  # [S, held_stride] int32, `OwnBlocks.held`; None if `tables` list all blocks
     held_stride,
     partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32 (`store_split`); None without SPLIT_KV
     places,
@@ -339,7 +339,7 @@ def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedA
 def launch_prefill(
     q: Tensor, cache: KvCache, plan: PrefillPlan, output: Outputs, *, lse: Tensor | None = None
 ) -> None:
-    """Write the result of `prefill` to `output` and lse [T, heads]."""
+    """Write the result of `prefill` to `output`, and of `write_lse` to lse [T, heads]."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

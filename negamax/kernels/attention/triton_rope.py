@@ -36,7 +36,7 @@ def _rope_kernel(
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `attention.rope` in place. The results have the bits of the reference on a GPU."""
+    """Run `attention.rope` in place. On GPUs the results are bit-identical to the reference."""
     assert all(tensor.is_contiguous() for tensor in (q, k, cos, sin)) and q.shape == k.shape
     (num_tokens, heads, head_dim), half = q.shape, cos.shape[-1] // 2
     if num_tokens:

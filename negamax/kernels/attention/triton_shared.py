@@ -31,10 +31,10 @@ class AttentionConstants(NamedTuple):
     QUANTIZE: bool  # whether to write the output also in FP8
     DOT: tl.dtype  # dtype of the operands of tl.dot
     FP8_KEYS: bool = False  # whether tl.dot multiplies FP8 keys without conversion
-    SPLIT_KV: bool = False  # whether each program attends to one split of the keys
-    # only decodes use the fields below (`triton_decode.py`)
+    SPLIT_KV: bool = False  # Whether each program attends to one split of the keys.
+    # Only decodes use the fields below (`triton_decode.py`).
     WARPS: int = 0
-    PARTIAL_ROWS: int = 0  # number of rows of a partial result: QUERIES * GROUP, padded
+    PARTIAL_ROWS: int = 0  # number of rows of a partial result (QUERIES * GROUP, padded)
     QUERIES: int = 1  # number of queries per program
     MAX_RUN: int = 1  # maximum number of queries per sequence in the step
     PREFETCH_KV: bool = False
@@ -82,7 +82,7 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
 
 
 def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
-    """Allocate outputs [T, heads * head_dim]; `quantize`: also FP8, a scale per token and head."""
+    """Allocate outputs [T, heads * head_dim]; `quantize`: also FP8, scaled per token and head."""
     assert not quantize or q.shape[2] == GROUP, (
         f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
     )

@@ -2,8 +2,8 @@
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
 tiles of `attention/cpu.py`. Decodes and all other prefill tokens use dense decode attention, with
-each pair of a token and a KV head as a sequence. The block table of such a sequence lists the pages
-of the selected blocks. The length of such a sequence depends only on the token's position. A
+each pair of a token and a KV head as a sequence. The block table of a (token, KV head) pair lists
+the pages of the selected blocks; the pair's sequence length depends only on the token's position. A
 query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
@@ -61,8 +61,8 @@ class ScoredTokens:
 class ScoredShard:
     """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
-    tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache
-    # [S, sparse blocks] int64, ascending numbers in the sequence of held blocks, then NO_BLOCK
+    tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache.
+    # Numbers of held blocks in the sequence [S, sparse blocks] int64, ascending, then NO_BLOCK.
     numbers: Tensor
 
 
@@ -151,7 +151,7 @@ def _scored(
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
-    """Return the number of blocks of `length` tokens, rounded up to 8 values per power of two."""
+    """Return the blocks of `length` tokens, rounded up to one of 8 numbers per power of two."""
     blocks, step = -(-length // block_size), 1
     while blocks > 8 * step:
         step *= 2
@@ -219,8 +219,8 @@ def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: i
 class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
-    plan: Callable[[Tensor, SparseShape], Any]  # makes the plan for sequence lengths [rows] int64
-    # arguments: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan;
+    plan: Callable[[Tensor, SparseShape], Any]  # Makes the plan for sequence lengths [rows] int64.
+    # Arguments: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan;
     # result: [rows, group * head_dim]
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 
@@ -236,7 +236,7 @@ def _attend_to_pages(
 
 @dataclass(frozen=True)
 class BlockSparseDecodePlan:
-    """Result of `PagedDecode.plan`, and the sizes of the layer."""
+    """Result of `PagedDecode.plan`, and the layer's `SparseShape`."""
 
     paged: Any
     shape: SparseShape
@@ -332,7 +332,7 @@ def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.P
 
 
 def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
-    """Plan decodes whose blocks are indices into flattened block tables [rows, topk_blocks]."""
+    """Plan decodes whose block tables contain indices into flattened tables [rows, topk_blocks]."""
     rows = len(lengths)
     pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)

@@ -124,7 +124,7 @@ def norm_rope_write(
 
 @dataclass(frozen=True)
 class BlockSparsePlan:
-    """The plan of the reference implementation: metadata of the queries, and sizes."""
+    """The plan of the reference implementation: metadata of the queries, and the `SparseShape`."""
 
     queries: AttentionMetadata
     shape: SparseShape
@@ -142,7 +142,7 @@ class BlockSparsePlan:
 
 
 def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
-    """Check that FP8 output is not requested, and wrap queries and sizes."""
+    """Check that FP8 output is not requested, and wrap the two arguments."""
     assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return BlockSparsePlan(queries, shape)
 

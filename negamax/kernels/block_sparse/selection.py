@@ -1,15 +1,15 @@
 """Top-k block selection: select the blocks of a sequence that a token attends to.
 
 A sequence is divided into sparse blocks of `sparse_block_size` tokens. A token sees the blocks up
-to the local block, which contains the token. The token attends to `topk_blocks` of these blocks:
-the first `init_blocks`, the last `local_blocks`, and the other blocks with the highest scores.
-Among blocks with equal scores the block with the lower number is selected. Each KV head has its own
-selection.
+to the local block, which contains the token. The token attends to `topk_blocks` of the blocks that
+it sees: the first `init_blocks`, the last `local_blocks`, and the other blocks with the highest
+scores. Among blocks with equal scores the block with the lower number is selected. Each KV head has
+its own selection.
 
 A cache block contains one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
 viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. Kernels
-treat each pair of a token and a KV head as a sequence. The block table of this sequence lists the
-pages of the selected blocks in ascending order. Only the last page may be partly filled.
+treat each pair of a token and a KV head as a sequence. The block table of a pair (token, KV head)
+lists the pages of the selected blocks in ascending order. Only the last page may be partly filled.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
-"""Sizes of the block-sparse attention kernels by architecture. No size is tuned at run time.
+"""Launch sizes of the block-sparse attention kernels, by architecture; not tuned at run time.
 
-The sizes in `H200SelectionTiles` were measured, except for decodes with index keys in bf16. All
+The sizes in `H200SelectionTiles` were measured, except for decodes with index keys in bf16; all
 other sizes are estimates.
 """
 
@@ -10,7 +10,7 @@ from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 
 class SelectionTiles:
-    """Sizes that were not measured and need at most 64 KB of shared memory."""
+    """Launch sizes that were not measured and need at most 64 KB of shared memory."""
 
     prefill_rows = 64  # number of (query, head) rows per program
     attend_prefill = Launch(block_n=32, num_warps=4, num_stages=2)

@@ -1,7 +1,7 @@
 """Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`). Each
 token and KV head is a separate sequence, whose block table lists the pages of the selected blocks.
 
-The lengths of these sequences depend only on the tokens' positions, so all layers use one plan.
+A sequence's length depends only on its token's position, so all layers use one plan.
 """
 
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ def plan_sparse_decode(
         num_decodes=num_rows,
         max_decode_run=1,  # no two of these sequences have the same keys
         decode_runs=None,
-        # upper bounds; with host lengths, kernels prefetch no keys before the selection ends
+        # upper bounds; without them, kernels would prefetch keys before the selection ends
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,

@@ -43,8 +43,8 @@ from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.quantize.native import Outputs, result
 
 _UNION = 128  # maximum number of different blocks that the queries of a tile select
-_MOST_QUERIES = 16  # maximum number of queries per tile
-# words per block of a union: block number, mask of queries, page, scratch for `_unite_kernel`
+_MOST_QUERIES = 16  # Maximum number of queries per tile.
+# Words per block of a union: block number, mask of queries, page, scratch for `_unite_kernel`
 _WORDS = tl.constexpr(4)
 
 
@@ -149,7 +149,7 @@ def _sparse_prefill_kernel(
     C: tl.constexpr,  # C.BLOCK_SIZE is the number of tokens per sparse block
 ):
     """Attend with one tile of queries of one KV head. Grid (KV_HEADS, tiles)."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # a copy: Triton 3.6 accepts no struct field in a shape
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # a copy, as Triton 3.6 accepts no struct field in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
     TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # number of key tiles per sparse block
     head, tile = tl.program_id(0), tl.program_id(1)

@@ -1,10 +1,10 @@
 """Top-k block selection for decodes, in one launch.
 
-A sequence has several queries if the step verifies draft tokens. A program scores these queries
-together, so it reads each index key once for all queries and index heads. Each program has a run of
-blocks (`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence.
-Each program writes the scores of its blocks. The program that finishes a sequence last selects the
-blocks of the sequence.
+A sequence has several queries if the step verifies draft tokens. A program scores a sequence's
+queries together, so it reads each index key once for all queries and index heads. Each program has
+a run of blocks (`attention/triton_decode_plan`): blocks of several sequences, or part of one long
+sequence. Each program writes the scores of its blocks. The program that finishes a sequence last
+selects the blocks of the sequence.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
@@ -55,17 +55,17 @@ from negamax.kernels.block_sparse.triton_selection import (
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # maximum number of queries of a sequence that are scored together
-MOST_ROWS = 4  # maximum number of index queries that are compared at a time
-MOST_ENTRIES = 512  # maximum number of blocks or groups that are compared at a time
-# `Launch.maxnreg` limits the registers of a program, so that four fit on a multiprocessor.
+MOST_ROWS = 4  # maximum number of index queries for which a program selects blocks at a time
+MOST_ENTRIES = 512  # maximum number of blocks or groups that a program ranks at a time.
+# `Launch.maxnreg` limits the registers of a program, so that four programs fit on a multiprocessor.
 _CONSTANTS = DecodeSplit(programs=4, split_programs=4)
 
 
 class Queries(NamedTuple):
     """A record of the queries of one sequence."""
 
-    first: tl.tensor  # index of the first query among the T tokens
-    count: tl.tensor  # number of queries; 0: the record of an earlier sequence includes the queries
+    first: tl.tensor  # index of the first query among the step's T tokens
+    count: tl.tensor  # number of queries; 0: the queries are in an earlier sequence's `Queries`
     length: tl.tensor  # number of tokens of the sequence up to the last query
 
 
@@ -79,9 +79,9 @@ class SelectDecodePlan:
     queries: Tensor  # [S, 4] int32, a `Queries` for each sequence
     arrivals: Tensor  # [S] int32, number of finished programs of each sequence; 0 between launches
     splits: Splits
-    own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
-    # number of elements -> buffer of scores, which the first layer allocates; group maxima are
-    # NO_SCORE between launches
+    own: OwnBlocks | None  # blocks that this rank scores; None: it scores all blocks.
+    # `scores`: number of elements -> score buffer, which the first layer allocates. The group
+    # maxima in score buffers are NO_SCORE between launches.
     scores: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -157,8 +157,8 @@ def _plan_queries_kernel(
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
     """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the sequence lengths."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    # The queries of one sequence may be listed as several "sequences" of one query each. The limit
-    # of the number of these "sequences" is known only while a graph is captured.
+    # A step may list the queries of one sequence as several "sequences" of one query each. Only
+    # during graph capture does `max_decode_run` limit the number of these "sequences".
     is_single = metadata.positions.shape[0] == num_seqs
     unknown = MOST_QUERIES if num_seqs > 1 else 1
     longest = metadata.max_decode_run if metadata.is_captured else unknown
@@ -244,7 +244,7 @@ def _choose(
         row += queries.first * C.HEADS
         of_groups = scores + row.to(tl.int64)[:, None] * stride
         of_blocks = of_groups + (stride - width)
-        chosen_at = ids + row.to(tl.int64)[:, None] * C.TOPK  # first stores the selected entries
+        chosen_at = ids + row.to(tl.int64)[:, None] * C.TOPK  # buffers selected entries first
         i = entry + tl.zeros([ROWS, 1], tl.int32)
         count = tl.zeros([ROWS], tl.int32)
         for level in range(first_level, 2):
@@ -289,19 +289,19 @@ def _select_decode_kernel(
     cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM], index keys
     tables,  # [slots, table_stride] int32, block tables
     queries,  # [S, 4] int32, a `Queries` for each sequence
-    sequences,  # [S, SEQUENCE_WORDS] int32, see attention/triton_decode_plan
+    sequences,  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` for each sequence
     work,
-    scores,  # [T * HEADS, stride] int32, written: group maxima if GROUP > 1, and `width` scores
+    scores,  # [T * HEADS, stride] int32, written: group maxima if GROUP > 1, then `width` scores
     arrivals,  # [S] int32, number of finished programs; 0 between launches
     ids,  # [T, HEADS, TOPK], written: int32 block numbers; if RANKS > 1 int64 sort keys
     pages,  # [T, HEADS, TOPK] int32, written: pages of the selected blocks
-    own_blocks,  # [S, 2, own_width] tensor of `OwnBlocks`, used if RANKS > 1
+    own_blocks,  # `OwnBlocks.blocks` [S, 2, own_width], used if RANKS > 1
     own_width,
     table_stride,
     stride,
     width,
-    ROWS: tl.constexpr,  # number of index queries that are compared at a time
-    ENTRIES: tl.constexpr,  # number of blocks or groups that are compared at a time
+    ROWS: tl.constexpr,  # number of index queries for which a program selects at a time
+    ENTRIES: tl.constexpr,  # number of blocks or groups that a program ranks at a time
     GROUP: tl.constexpr,  # number of adjacent blocks per group; 1: blocks have no groups
     C: tl.constexpr,
     PDL: tl.constexpr,
@@ -313,7 +313,7 @@ def _select_decode_kernel(
     work += tl.program_id(0) * WORK_WORDS
     tile, end, seq = tl.load(work), tl.load(work + 1), tl.load(work + 2)
     sequence, query = load_sequence(work + 4), _load_queries(queries, seq)
-    launch_dependents_then_wait(PDL)  # The predecessor does not write the plan.
+    launch_dependents_then_wait(PDL)  # No predecessor writes the plan loaded above.
     while tile < end:
         until = tl.minimum(end, sequence.end_tile)
         table = tables + sequence.table_index.to(tl.int64) * table_stride
@@ -365,7 +365,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages; for a shard store sort keys to `ids`."""
+    """Select blocks and store their numbers and pages, or sort keys if ranks shard index keys."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:
@@ -376,7 +376,7 @@ def select_decode(
     constants = selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows)
     entries = max(constants.TOPK_POW2, min(MOST_ENTRIES, triton.next_power_of_2(width)))
     while constants.TOPK_POW2 * triton.next_power_of_2(triton.cdiv(width, entries)) > entries:
-        entries *= 2  # the blocks of TOPK groups are compared at a time
+        entries *= 2  # ENTRIES must be enough for all blocks of TOPK groups
     group = triton.next_power_of_2(triton.cdiv(width, entries))
     stride = width + (entries if group > 1 else 0)
     size = num_tokens * heads * stride

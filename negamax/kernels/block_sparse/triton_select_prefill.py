@@ -85,7 +85,7 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
     """Merge `best` with the sort keys of blocks `numbers` [1, TOPK_POW2]; keep TOPK_POW2 keys."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # a copy: Triton 3.6 accepts no struct field in a shape
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # a copy, as Triton 3.6 accepts no struct field in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     key = make_key(order, numbers)
     both = tl.reshape(tl.join(best, key), [BLOCK_M, 2 * TOPK_POW2])
@@ -138,7 +138,7 @@ def _select_prefill_kernel(
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64 sort keys, written if SPLITS > 1
     ids,  # as in `_merge_splits_kernel`, written if SPLITS is 1 or if all blocks are selected
     pages,  # [T, HEADS, TOPK] int32, written together with `ids`
-    own_blocks,  # this tensor and the next two are parts of `OwnBlocks`, used if RANKS > 1
+    own_blocks,  # this tensor and the next two are fields of `OwnBlocks`, used if RANKS > 1
     held,
     width,
     table_stride,
@@ -219,7 +219,7 @@ def select_prefill(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages; for a shard store sort keys to `ids`."""
+    """Select blocks and store their numbers and pages, or sort keys if ranks shard index keys."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

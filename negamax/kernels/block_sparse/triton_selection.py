@@ -103,7 +103,7 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
     [rows] to ids and pages [T, HEADS, TOPK]. The blocks may be in any order and include NO_BLOCK.
     `table` is the sequence's block table.
     """
-    # int64, because LLVM for AMD cannot sort 32-bit halves of values that were sorted before
+    # int64, because LLVM for AMD cannot sort the 32-bit halves of sorted int64 keys
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     mask = is_there[:, None] & (column < C.TOPK)
@@ -154,7 +154,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-    # Load block numbers one block ahead. Dependent loads would halve the pipeline stages.
+    # Load block numbers one block ahead: a load that depends on a load halves the pipeline stages.
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)
@@ -163,8 +163,8 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
 
 @triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the blocks of the sort keys `best` [rows, TOPK_POW2] by `store_selection`. For a shard
-    store the sort keys themselves to `ids` [T, HEADS, TOPK] int64.
+    """Store the blocks of the sort keys `best` [rows, TOPK_POW2] by `store_selection`. If ranks
+    shard the index keys, store the sort keys to `ids` [T, HEADS, TOPK] int64.
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:
@@ -180,15 +180,15 @@ def find_highest(order, TOPK: tl.constexpr):
     """Return whether each entry of `order` [rows, N] int32 is among the TOPK highest of its row.
     NO_SCORE is never selected. Among equal entries the first entries are selected.
 
-    The search finds the TOPK-th value two bits at a time, and ends when no row has more than TOPK
-    entries from this value on. An unrolled sort would need thousands of instructions.
+    The search finds the TOPK-th value two bits at a time, and ends when each row has at most TOPK
+    entries that reach this value. An unrolled sort would need thousands of instructions.
     """
-    # one sum adds three counts, which have BITS bits each
+    # one int holds three counts of BITS bits each, so that one `tl.sum` adds all three
     BITS: tl.constexpr = 10 if order.shape[1] < 1024 else 20
     COUNTS: tl.constexpr = tl.int32 if BITS == 10 else tl.int64
     MASK: tl.constexpr = (1 << BITS) - 1
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
-    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # number of entries from `least` on
+    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # number of entries >= `least`
     i = 0
     while (tl.max(count, axis=0) > TOPK) & (i < 16):
         bit = tl.full([1], 1 << 30, tl.int32) >> (2 * i)

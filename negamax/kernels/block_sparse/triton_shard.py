@@ -3,8 +3,8 @@
 A rank scores the blocks that it holds (`attention/triton_own_blocks`). For each index head, the
 rank sends its highest sort keys to the ranks that have this head. The receiving ranks select the
 blocks. If the region of peer memory has a row for each token, one launch with a program per token
-exchanges the sort keys by the LL protocol. With more tokens, an all-gather before the launch
-exchanges the sort keys. Tokens that attend to all blocks up to their own need no exchange.
+exchanges the sort keys by the LL protocol. With more tokens than rows, an all-gather before the
+launch exchanges the keys. Tokens that attend to all blocks up to their position need no exchange.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ def _merge_shards_kernel(
     token_slots,  # [T] int64, row of each token's sequence in `tables`
     tables,  # [slots, table_stride] int32, block tables
     active,  # [1] int32, number of tokens before the padding; None: there is no padding
-    ids,  # [T, HEADS, TOPK] int32, written: `BlockSelection.ids`
-    pages,  # [T, HEADS, TOPK] int32, written: `BlockSelection.pages`
+    ids,  # [T, HEADS, TOPK] int32, written as `BlockSelection.ids`
+    pages,  # [T, HEADS, TOPK] int32, written as `BlockSelection.pages`
     addresses,  # field of the `PeerRegion` that exchanges the keys
     flags,  # field of the `PeerRegion` that exchanges the keys
     table_stride,
@@ -95,7 +95,7 @@ def _merge_shards_kernel(
             word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
             bases = load_peer_bases(addresses, WORLD)
             sent = ()
-            for peer in tl.static_range(WORLD):  # load for all ranks before the first store
+            for peer in tl.static_range(WORLD):  # all loads first, so that they overlap
                 its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
                 sent = sent + (add_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
             for peer in tl.static_range(WORLD):

@@ -107,7 +107,7 @@ def _attend(
     q: Tensor,
     cache: KvCache,
     plan: BlockSparsePlan,
-    is_chosen: Callable[[slice, Tensor], Tensor],  # (tokens, key positions) -> mask
+    is_chosen: Callable[[slice, Tensor], Tensor],  # (tokens, key positions) -> selected keys
 ) -> PartialResults:
     shape = plan.shape
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
@@ -155,8 +155,8 @@ def merge(
 ) -> Hidden:
     """Merge partial results of all ranks for this rank's heads -> [T, count * head_dim].
 
-    The heads are `first` to first + count - 1. `parts` holds the results of this rank if `group` is
-    given, else the results of all ranks. Only GPU kernels support `quantize` (FP8 output).
+    This rank's heads are `first` to first + count - 1. `parts` holds the results of this rank if
+    `group` is given, else the results of all ranks. Only GPU kernels support `quantize` (FP8).
     """
     assert not quantize, "the reference has no FP8 output; set quantize=False"
     of_all = parts if group is None else parts.gathered(group)

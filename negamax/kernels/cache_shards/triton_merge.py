@@ -54,7 +54,7 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
     mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
     at = head[:, None] * (C.DIM // 2) + word[None, :]
     sent = ()
-    for peer in tl.static_range(RANKS):  # load for all ranks before the first store
+    for peer in tl.static_range(RANKS):  # all loads first, so that they overlap
         words, weights = _load_own(parts, lse, peer * C.COUNT + head, word, C)
         weights = weights.to(tl.int32, bitcast=True)
         sent = sent + (add_flag(words, flag), add_flag(weights, flag))  # noqa: RUF005
@@ -67,8 +67,8 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "rank"])
 def _merge_partials_kernel(
-    parts,  # [RANKS, T, HEADS * DIM], ranks `part_stride` apart; with IS_LL [T, HEADS * DIM]
-    lse,  # [RANKS, T, HEADS] fp32, ranks `lse_stride` apart; with IS_LL [T, HEADS]
+    parts,  # [RANKS, T, HEADS * DIM], rank stride `part_stride`; with IS_LL [T, HEADS * DIM]
+    lse,  # [RANKS, T, HEADS] fp32, rank stride `lse_stride`; with IS_LL [T, HEADS]
     out,  # [T, COUNT * DIM], written
     values,  # [T, COUNT * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, COUNT] fp32, written if QUANTIZE, else None
@@ -81,7 +81,7 @@ def _merge_partials_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    RANKS: tl.constexpr = C.RANKS  # a copy: Triton 3.6 accepts no struct field in a shape
+    RANKS: tl.constexpr = C.RANKS  # a copy, as Triton 3.6 accepts no struct field in a shape
     HEADS_POW2: tl.constexpr = C.COUNT_POW2
     WORDS_POW2: tl.constexpr = C.WORDS_POW2
     dtype: tl.constexpr = out.dtype.element_ty

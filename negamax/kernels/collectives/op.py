@@ -9,14 +9,14 @@ from negamax.kernels.peers import Collective
 
 
 def all_reduce_add_rms(
-    # [T, width] or [T, P, width], this rank's partial result; undefined afterwards
+    # [T, width] or P summands [T, P, width], this rank's partial result; undefined afterwards
     x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: Prepared,
     group: Collective | None,  # ranks whose x are summed; None: there is only one rank
     /,
 ) -> Hidden:  # [T, width]
-    """Sum x over parts and over ranks, add the sum to the residual, return the residual's norm."""
+    """Sum partial sums x of all ranks, add the total to the residual, return the new norm."""
     total = sum_parts(x)
     if group is not None and group.size > 1:
         total = group.all_reduce(total)

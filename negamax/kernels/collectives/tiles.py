@@ -10,7 +10,7 @@ from negamax.kernels import platform
 TWO_SHOT_ROWS = 16
 # From this number of rows on, a rank normalizes only its shard of the rows. Estimate for 512 rows
 # (4 H200, 6 KB rows, links at 380 GB/s): 6 us to scatter, 5 us to normalize and gather, 6 us for
-# two barriers. Without shards the sum takes 23 us, and each rank normalizes all rows.
+# two barriers. Without sharding, the sum takes 23 us, and each rank normalizes all rows.
 SHARD_ROWS = 512
 
 
@@ -25,7 +25,7 @@ class ExchangeTiles:
 
 
 _H200 = ExchangeTiles(row_warps=8, shard_warps=8)  # measured on H200 GPUs
-_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # Triton's interpreter runs on "cpu"
+_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # "cpu": Triton's interpreter
 
 
 def tiles_for(device: torch.device) -> ExchangeTiles:

@@ -109,7 +109,7 @@ def _all_reduce_add_rms_kernel(
         slice_mask = slice_index < slice_words
         bases = load_peer_bases(addresses, WORLD)
         slices = ()
-        for peer in tl.static_range(WORLD):  # load for all ranks before the first store
+        for peer in tl.static_range(WORLD):  # all loads first, so that they overlap
             words = sum_parts(
                 x, row, peer * slice_words + slice_index, slice_mask, PARTS, WORDS, dtype
             )
@@ -173,7 +173,7 @@ def _sum_parts_kernel(
     out,  # [T, 2 * WORDS], written
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts of one row. Grid (T,)."""
+    """Add up the partial sums of one row. Grid (T,)."""
     row = tl.program_id(0)
     index = make_word_indices(BLOCK)
     mask = index < WORDS
@@ -265,7 +265,7 @@ def _all_gather_kernel(
     num_words,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK words of both tensors to every rank. Grid (num_words / BLOCK,)."""
+    """Write BLOCK words of `first` and of `second` to every rank. Grid (num_words / BLOCK,)."""
     launch_dependents_then_wait(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
@@ -278,21 +278,21 @@ def _all_gather_kernel(
 
 
 def all_reduce_add_rms(
-    # [T, width] or [T, P, width], this rank's partial result; undefined afterwards
+    # [T, width] or P summands [T, P, width], this rank's partial result; undefined afterwards
     x: Tensor,
     # [T, width], changed in place; if rows are sharded, only the rows of this rank change
     residual: Tensor,
     norm: NormWeight,
     group: Collective | None,
 ) -> Tensor | QuantizedActivations:  # [T, width]
-    """Add the sum of x over parts and ranks to the residual in place; return the norm.
+    """Add the partial sums x of all ranks to the residual in place; return the residual's norm.
 
     With sharded rows and `norm.quantize` the result is `ShardedActivations`. With sharded rows the
     next call may overwrite the memory of the result.
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
-    if residual.shape[1] % 2:  # the size of a row is not a multiple of 4 bytes
+    if residual.shape[1] % 2:  # the kernels read rows as 4-byte words
         return spec.all_reduce_add_rms(x, residual, norm, group)
     peers = group.peers
     if peers is not None and len(residual) and _fits_region(residual, peers):
@@ -426,7 +426,7 @@ def _sharded_by_group(
 
 
 def _summed(x: Tensor) -> Tensor:
-    """Sum x over its parts -> [T, width]."""
+    """Add up the partial sums x [T, P, width] -> [T, width]."""
     if x.dim() == 2 or x.shape[1] == 1:
         return x.flatten(1)
     num_tokens, _, width = x.shape

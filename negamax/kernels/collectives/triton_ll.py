@@ -13,7 +13,7 @@ import triton.language as tl
 
 from negamax.kernels.launch.ptx import agree
 
-# number of polls of a word between two reads of the abort flag in host memory (about 1 ms)
+# number of polls of a word (about 1 ms) between two reads of the abort flag in host memory
 _SPINS = tl.constexpr(1024)
 
 

@@ -39,22 +39,22 @@ def most_words(hidden_size: int) -> int:
 
 def dispatch(
     ids: Tensor,  # [T, top_k] int32, the experts that each token selected; -1: no expert
-    columns: Sequence[Tensor],  # [T, ...], tensors with a row per token, sent with the ids
+    columns: Sequence[Tensor],  # tensors [T, ...] whose rows are sent with the tokens' ids
     /,
     *,
     experts: ExpertRanges,
     group: Collective,
     num_rows: int,  # padded number of rows, at least T and equal on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the ids [ranks * num_rows, top_k] and the columns of the rows of all ranks.
+    """Return the ids [ranks * num_rows, top_k] and the `columns` of the rows of all ranks.
 
-    The ids of padding rows are -1. The columns of a row that selected no expert of this rank are
-    undefined; the reference implementation returns the columns of every row.
+    The ids of padding rows are -1. The `columns` of a row that selected no expert of this rank are
+    undefined; the reference implementation returns the `columns` of every row.
     """
     sent, parts = (ids, *columns), []
     for column in sent:
         missing, bits = num_rows - len(column), column.contiguous().view(torch.uint8)
-        fill = 255 if column is ids else 0  # the int32 value -1 consists of four bytes 255
+        fill = 255 if column is ids else 0  # padding ids are -1: four bytes of 255
         parts.append((F.pad(bits, (0, 0, 0, missing), value=fill) if missing else bits).flatten())
     gathered = group.all_gather(torch.cat(parts).unsqueeze(0), dim=0)
     received = [
@@ -65,8 +65,8 @@ def dispatch(
 
 
 def combine(
-    # [ranks * num_rows, width] or [ranks * num_rows, P, width], outputs of this rank's experts, or
-    # 0 in rows that selected no expert of this rank
+    # [ranks * num_rows, width] or P summands [ranks * num_rows, P, width], outputs of this rank's
+    # experts; 0 in rows that selected no expert of this rank
     out: Tensor,
     ids: Tensor,  # [ranks * num_rows, top_k] int32, result of `dispatch`
     /,
@@ -74,7 +74,7 @@ def combine(
     experts: ExpertRanges,
     group: Collective,
 ) -> Tensor:  # [num_rows, width]
-    """Return this rank's rows, summed over parts, then over ranks; each sum is rounded."""
+    """Sum `out` over partial sums, then over ranks; return this rank's rows. Round each sum."""
     return group.reduce_scatter(out if out.dim() == 2 else out.sum(1))
 
 

@@ -1,9 +1,9 @@
 """Dispatch and combine in one launch each, through symmetric memory by the LL protocol
 (`collectives/triton_ll.py`), without barriers, counters and work on the host.
 
-    dispatch, program t   push    the ids of row t to all ranks, its columns to the ranks that have
+    dispatch, program t   push    the ids of row t to all ranks, its data to the ranks that have
                                   one of its experts
-                          poll    the ids of row t of every rank, and the columns of rows that
+                          poll    the ids of row t of every rank, and the data of rows that
                                   selected experts of this rank
     combine, program t    push    this rank's sum to each rank whose row t selected its experts
                           poll    the sums for the own row t; add them in rank order
@@ -48,7 +48,7 @@ class ExchangeConstants(NamedTuple):
 
 @triton.jit
 def _are_held(ids, first, C: tl.constexpr):
-    """Return 1 for `ids` among the experts of the rank whose first expert is `first`, else 0."""
+    """Return 1 for each of `ids` that the rank whose first expert is `first` holds, else 0."""
     return ((ids >= first) & (ids < first + C.COUNT)).to(tl.int32)
 
 
@@ -56,8 +56,8 @@ def _are_held(ids, first, C: tl.constexpr):
 def _dispatch_kernel(
     ids,  # [T, TOP_K] int32, selected experts; -1: no expert
     columns,  # tuple of tensors [T, WIDTHS[c]] of 4-byte words
-    all_ids,  # [WORLD * num_rows, TOP_K], written: `ids` of all ranks
-    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]], written: `columns` of all ranks
+    all_ids,  # [WORLD * num_rows, TOP_K], written: the `ids` of all ranks
+    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]], written: all ranks' `columns`
     firsts,  # [WORLD] int32, index of each rank's first expert
     num_tokens,
     num_rows,
@@ -66,7 +66,7 @@ def _dispatch_kernel(
     rank,
     WIDTHS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange one row of every rank: words of ids, then words of columns. Grid (num_rows,)."""
+    """Exchange one row of every rank: words of ids, then words of `columns`. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     row = tl.program_id(0)
     choice = tl.arange(0, C.BLOCK_K)
@@ -189,7 +189,7 @@ def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collectiv
     """Run `dispatch.combine`; the sum over ranks is fp32, in the order of ranks."""
     num_rows, width = len(out) // group.size, out.shape[-1]
     region = find_region(group, "reduce", num_rows, width // 2)
-    if region is None or width % 2:  # the size of a row is not a multiple of 4 bytes
+    if region is None or width % 2:  # the kernel reads rows as 4-byte words
         return spec.combine(out, ids, experts=experts, group=group)
     assert out.is_contiguous() and ids.is_contiguous()
     sums = out.new_empty(num_rows, width)

@@ -37,16 +37,16 @@ def count_accepted(
 def advance_rows(
     accepted: Tensor,  # [rows] int64, number of accepted draft tokens
     counts: Tensor,  # [rows] int64, number of tokens per row, drafts included; 0: padding
-    seq_lens: Tensor,  # [rows] int64, sequence lengths that include all tokens of the step
+    seq_lens: Tensor,  # [rows] int64, sequence lengths including all tokens of this step
     firsts: Tensor,  # [rows] int64, index of a row's first token in the step
     slots: Tensor,  # [rows] int64, index of each row in `num_computed`
     /,
     *,
     num_computed: Tensor,  # [slots] int64, written: number of computed tokens
-    lengths: Tensor,  # [rows] int64, written: number of known tokens per row
+    lengths: Tensor,  # [rows] int64, written: number of computed tokens + 1
     ends: Tensor,  # [rows] int64, written: index in the step of each row's last accepted token
 ) -> None:
-    """Compute the lengths of rows after a step with draft tokens."""
+    """Compute the sequence lengths of rows after a step with draft tokens."""
     computed = seq_lens - (counts - 1).clamp_min(0) + accepted
     num_computed[slots] = computed
     torch.add(computed, 1, out=lengths)
@@ -57,7 +57,7 @@ def record_drafts(
     picked: Tensor,  # [R] int64, picked draft-vocabulary ids; -1: no token
     ids: Tensor,  # [n + 1] int64, target-vocabulary ids of the n draft-vocabulary tokens, then -1
     slots: Tensor,  # [R] int64, slot of each row; padding rows have `padding_slot`
-    lengths: Tensor,  # [R] int64, number of known tokens per row, all processed by the draft model
+    lengths: Tensor,  # [R] int64, sequence lengths; the draft model has processed all these tokens
     /,
     *,
     place: int,
@@ -110,7 +110,7 @@ def attend_block(
     context: BlockContext,
     /,
     *,
-    sliding_window: int,  # length in tokens, including the token of the row; 0: no window
+    sliding_window: int,  # in tokens, including the row's own token; 0: the whole context
     is_causal: bool,
 ) -> Tensor:
     """Compute attention of R blocks, each with N rows -> [R * N, heads * head_dim].

@@ -58,7 +58,7 @@ def count_accepted(
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    # If kernels are compiled instead of launched, later ops use these zeros as indices.
+    # Zeros are valid indices for later ops when `_count_accepted_kernel` is only compiled, not run.
     accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
@@ -69,7 +69,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # one more column than draft tokens, so at least one column is never accepted
+            # one more column than draft tokens: a column that is never accepted ends each row
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )
@@ -84,11 +84,11 @@ def _advance_rows_kernel(
     firsts,
     slots,
     num_computed,  # [slots] int64, written: number of computed tokens
-    lengths,  # [rows] int64, written: number of known tokens per row
+    lengths,  # [rows] int64, written: number of computed tokens + 1
     ends,  # [rows] int64, written: index in the step of each row's last accepted token
     PDL: tl.constexpr,
 ):
-    """Compute num_computed, length, end of one row; padding rows write equal data. Grid (rows,)."""
+    """Compute num_computed, length, end of a row; padding rows write equal values. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     num_accepted = tl.load(accepted + row)
@@ -123,9 +123,9 @@ def _record_drafts_kernel(
     slots,
     lengths,
     drafts,  # [R, stride] int64, column `place` is written
-    token_ids,  # [R] int64, written: token ids of the next pass
-    positions,  # [R] int64, written: positions of the next pass
-    seq_lens,  # [R] int32, written: sequence lengths of the next pass
+    token_ids,  # [R] int64, written: token ids of the next draft pass
+    positions,  # [R] int64, written: positions of the next draft pass
+    seq_lens,  # [R] int32, written: sequence lengths of the next draft pass
     place,
     padding_slot,
     last,
@@ -213,7 +213,7 @@ def embed_norms(
     eps: float,
 ) -> Tensor:
     num_tokens, width = hidden.shape
-    if width % 2:  # the size of a row is not a multiple of 4 bytes
+    if width % 2:  # the kernel reads rows as 4-byte words
         return spec.embed_norms(token_ids, table, hidden, embedding_weight, hidden_weight, eps=eps)
     out = hidden.new_empty(num_tokens, 2 * width)
     assert all(tensor.is_contiguous() for tensor in (token_ids, table, hidden))

@@ -1,10 +1,10 @@
 """Attention of a draft block, whose rows attend to the paged context and to each other.
 
 Grid (blocks * tiles of rows, kv_heads, splits). A program computes attention of BLOCK_M rows to a
-split of the context's tiles. The rows belong to one block and one KV head (row = place * GROUP +
-query head of the group). The last split also attends to the block's own keys. If there are several
-splits, each program writes a partial result, and a second launch merges the partial results. The
-number of splits depends only on shapes, so a graph may capture the launches.
+split of the context's tiles. The rows belong to one block and one KV head (row = token of the block
+* GROUP + query head of the group). The last split also attends to the block's own keys. If there
+are several splits, each program writes a partial result, and a second launch merges the partial
+results. The number of splits depends only on shapes, so a graph may capture the launches.
 
     context tiles of BLOCK_N, from the window's start   | split 0 | split 1 | ... | last | own keys
 """
@@ -30,7 +30,7 @@ from negamax.kernels.drafts.op import BlockContext
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum number of splits; others were not measured
+_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum number of KV splits; only these measured
 
 
 class BlockConstants(NamedTuple):
@@ -84,8 +84,8 @@ def _attend_block_kernel(
     tables,  # [slots, table_stride], block tables
     slots,  # [R] int64, index in `tables` of each block's row
     lengths,  # [R] int32, number of cached tokens before each block
-    out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV
-    # [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] fp32, written with SPLIT_KV: acc, m_i, l_i
+    out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV.
+    # `partials`: acc, m_i, l_i [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] with SPLIT_KV
     partials,
     scale,  # softmax scale * log2(e)
     table_stride,

@@ -19,12 +19,12 @@ def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
 
 def linear_blocks(x: QuantizedActivations, weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply FP8 x [T, K] and an FP8 weight [N, K] to [T, N] bf16; T must be a multiple of 4."""
-    if scale.shape[1] % 4:  # cuBLAS reads rows of scales 16 bytes at a time
+    if scale.shape[1] % 4:  # cuBLAS reads each row of weight scales 16 bytes at a time
         scale = F.pad(scale, (0, -scale.shape[1] % 4))
     out: Tensor = F.scaled_mm(
         x.q,
         weight.t(),
-        x.scale.t().contiguous().t(),  # makes the scales of one block of columns adjacent
+        x.scale.t().contiguous().t(),  # makes all tokens' scales of a column block adjacent
         F.ScalingType.BlockWise1x128,
         scale.t(),
         F.ScalingType.BlockWise128x128,

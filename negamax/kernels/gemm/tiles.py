@@ -1,9 +1,9 @@
 """Tile sizes of the GEMMs, measured on an H200 with shards of MiniMax-M2 on 1, 2 and 4 ranks.
 
 The tiles minimize the time of a layer's kernels from norm to o_proj (norm, qkv, QK norm, attention,
-o_proj), with dependent launches and weights that are not in cache. The table lists this time in
-microseconds at a context of 1,064 tokens; the time without the two GEMMs is in brackets. Reading
-the weights takes 10.4 us on one rank, and 2.6 us on each of four ranks:
+o_proj), with dependent launches and weights that are not in cache. The table lists the time from
+norm to o_proj in microseconds at a context of 1,064 tokens; the time without the two GEMMs is in
+brackets. Reading the weights takes 10.4 us on one rank, and 2.6 us on each of four ranks:
 
 tokens    one rank      four
 1         28.8 (13.1)   16.6 (10.7)
@@ -30,10 +30,9 @@ from negamax.kernels.weight_only.layout import Packing
 
 GEMV_MAX_M = 1  # maximum number of tokens M for gemv on the CUDA cores
 SPLIT_K_MAX_M = 64  # maximum number of tokens M for split_k; for more, 16-bit weights use cuBLAS
-CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 GEMMs with more multiplications use cuBLAS
+CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 GEMMs with more multiplications (M * N * K) use cuBLAS
 CUBLAS_MULTIPLE = 4  # cuBLAS needs a multiple of this number of tokens
-# large_m: maximum size of a weight, in elements, for a dependent launch (saves 0.9 us)
-PDL_MAX_WEIGHTS = 4096 * 3072
+PDL_MAX_WEIGHTS = 4096 * 3072  # maximum weight elements for PDL in large_m (PDL saves 0.9 us)
 GROUP_M = 8  # large_m: number of token tiles for which adjacent programs read one weight tile
 
 

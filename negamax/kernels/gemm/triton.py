@@ -63,8 +63,7 @@ class PreparedLinear:
 
     weight: Tensor  # [N, K] e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None for 16-bit weights
-    # [multiprocessors] int32, number of finished splits of each split_k tile; zero between calls
-    arrivals: Tensor
+    arrivals: Tensor  # [multiprocessors] int32, ended splits of each split_k tile; 0 between calls
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def _gemv_kernel(
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # 16 columns for each thread of the program
+    BLOCK_K: tl.constexpr,  # columns per step, 16 for each thread of the program
     PDL: tl.constexpr,
 ):
     """Multiply w with one unquantized token, in fp32 on the CUDA cores. A program loads BLOCK_N
@@ -88,7 +87,7 @@ def _gemv_kernel(
             +---------+---------+-----+
               a thread has 16 neighboring columns of each step and row
     """
-    launch_dependents(PDL)  # called early: the next kernel also begins with loads of a weight
+    launch_dependents(PDL)  # early, so that the next kernel can load its weight
     THREADS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(K, BLOCK_K)
     first_n = tl.program_id(0) * BLOCK_N
@@ -124,9 +123,9 @@ def _gemv_kernel(
 
 # `_small_m_kernel` loads a fragment (ROWS rows and NUM_WARPS * 128 columns of x or w) as [ROWS / 8,
 # 2, NUM_WARPS, 8, 64]. A thread holds 16 neighboring columns, four threads hold 64 columns of a
-# row, a warp holds 8 rows. The tensor cores expect a thread to hold other columns of the row. The
-# order of the columns does not matter if x and w share it. The kernel therefore renumbers the
-# columns, so that each thread multiplies the values that it loaded, without shared memory.
+# row, a warp holds 8 rows. The tensor cores expect each thread to hold other columns than those. A
+# GEMM's result does not depend on the order of K, if x and w share the order. The kernel therefore
+# renumbers the columns, so that each thread multiplies the values that it loaded.
 
 
 @triton.jit
@@ -188,7 +187,7 @@ def _small_m_kernel(
             +------+------+- -+------+------+- -
               128    128
     """
-    launch_dependents(PDL)  # called early: the next kernel also begins with loads of a weight
+    launch_dependents(PDL)  # early, so that the next kernel can load its weight
     K_BLOCKS: tl.constexpr = K // _BLOCK
     STEPS: tl.constexpr = triton.cdiv(K_BLOCKS, NUM_WARPS)
     first_n = tl.program_id(0) * BLOCK_N

@@ -49,8 +49,8 @@ def agree(x):
 def pack_pair(even, odd, DTYPE: tl.constexpr):
     """Round fp32 values to DTYPE (bf16, fp16) and pack pairs into int32, `even` in the lower half.
 
-    One instruction converts both values. Single conversions run on the slowest unit and take 8
-    cycles per warp; a program that normalizes a row would have 36 of them.
+    One instruction converts both values of a pair. Single conversions run on the slowest unit and
+    take 8 cycles per warp; a program that normalizes a row would have 36 of them.
     """
     if not INTERPRETED and is_cuda():
         convert: tl.constexpr = (
@@ -125,7 +125,7 @@ def unpack_words(
     IS_RAW: tl.constexpr,
 ):  # fmt: skip
     """Unpack the codes of packed words q to bf16 on NVIDIA GPUs. A word has 8 codes of "uint4" or
-    "e2m1", or 4 other codes.
+    "e2m1", or 4 codes of another type.
 
     Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
     is added to the codes if they are uint4 or if ZEROS. With SCALED, the codes are multiplied by
@@ -144,7 +144,7 @@ def unpack_words(
         )  # fmt: skip
 
 
-# For each pair of e2m1 codes: PTX that shifts `q` into `a`, and a mask of the bits that bf16 needs.
+# For each pair of e2m1 codes, PTX that shifts `q` into `a`, and a mask of the bits that bf16 needs.
 # `weight_only.layout.BITS` lists the positions of these bits in a word.
 _E2M1 = (
     (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),
@@ -168,7 +168,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
         half = pair // (pairs // 2)
         if ELEMENT == "uint4":
             lines.append(f"shr.u32 a, q, {4 * pair};")
-            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # code + 128 in bf16
+            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # c = code + 128
         elif ELEMENT == "e2m1":
             lines.append("mov.b32 c, 0;")
             for moved, mask in _E2M1[pair]:
@@ -178,7 +178,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
                 f"shl.b32 a, q, {8 - 8 * pair}; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0;"
             )
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
-        else:  # 8-bit integers: c = (128 + lower 7 bits) - (128 or 256)
+        else:  # 8-bit integers: c = (128 + lower 7 bits) - (128 + bit 7)
             lines.append(f"shr.u32 a, q, {8 * pair};")
             lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")

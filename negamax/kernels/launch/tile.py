@@ -1,4 +1,4 @@
-"""Sizes of one program of a kernel."""
+"""Tile sizes and launch options of kernels."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int = 1  # number of steps along K whose loads are in flight
-    split_k: int = 1  # number of programs that split the columns of a tile
+    split_k: int = 1  # number of programs that share one output tile's loop along K
     maxnreg: int | None = None  # maximum number of registers per thread; None: the compiler decides
 
     @cached_property
@@ -58,8 +58,8 @@ def round_to_power_of_two(count: int) -> int:
 def warps_of_row(width: int, *, measured: int) -> int:
     """Return the number of warps of a program that processes one row.
 
-    The number is `measured` for up to 4096 values. For wider rows, the number of values per thread
-    stays the same.
+    For rows of up to 4096 values, the number of warps is `measured`. For wider rows, the number of
+    values per thread stays the same.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 

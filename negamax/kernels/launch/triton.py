@@ -4,7 +4,7 @@ Programmatic dependent launch (PDL): after an ordinary launch, a kernel starts w
 in the stream has ended. The GPU is idle for a few microseconds between two kernels, and a decode
 step has hundreds of kernels of 3 to 30 us. From Hopper on, the next kernel may start when all
 programs of the running kernel have called `launch_dependents` or have ended. `wait_for_predecessor`
-blocks until the predecessor has ended and its results are visible. CUDA graphs keep these calls.
+blocks until the predecessor has ended and its results are visible. CUDA graphs keep PDL calls.
 
     kernel A  ---- launch_dependents ------------------ end
     kernel B            starts, loads weights ... wait_for_predecessor | reads what A wrote
@@ -24,7 +24,7 @@ may also cost more, most likely because programs are distributed unevenly over m
 are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
 successor may start early. With `dependent=False` a kernel is launched without PDL.
 
-On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile these calls.
+On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile PDL calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -128,13 +128,13 @@ def dot(a, b, acc):
 
 @triton.jit
 def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constexpr = 0):
-    """Return ptrs + offsets. A load from these pointers assigns threads, then warps, to the last
-    dimensions first.
+    """Return ptrs + offsets. A load from the returned pointers assigns threads, then warps, to the
+    last dimensions first.
 
     In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
     of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among
     equal runs, Triton 3.8 starts with the last dimension, and older versions start with the first.
-    For older versions this function declares longer runs, which affects only this order.
+    For older versions this function declares longer runs, which affects nothing else.
     """
     ptrs = ptrs + offsets
     LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64

@@ -158,7 +158,7 @@ def _values(weight: StoredWeight) -> Tensor:
 
 
 def experts(x: Hidden, selected: SelectedExperts, stacked: Prepared, /) -> Tensor:
-    """Run this rank's experts `stacked` on x [T, hidden] -> [T, hidden], or [T, P, hidden]."""
+    """Run the experts `stacked` on x [T, hidden] -> [T, hidden] or partial sums [T, P, hidden]."""
     gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -40,11 +40,11 @@ class ExpertTiles:
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows
     down: Tile
-    # gemv: number of experts of a token that one program of down sums; the next norm sums the parts
+    # gemv: number of experts of a token that one program of down sums; the next norm adds the sums
     choices: int = 1
     repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
-    resident: bool = False  # large_m: whether h stays in shared memory (FP8, narrow experts)
-    starts_early: bool = True  # packed gemv: `starts_early` of `launch_options` for gate and up
+    resident: bool = False  # large_m: whether down keeps its input h in shared memory (FP8)
+    starts_early: bool = True  # packed gemv, gate and up: `launch_options(starts_early=)`
 
 
 class MoeTiles:
@@ -127,10 +127,10 @@ _PACKED_LARGE_M = {
 
 
 class H200MoeTiles(MoeTiles):
-    """Sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
-    MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with packed
-    8-bit weights, and in prefills with FP8. For M3 with other formats, each program has as many
-    columns as for M2.
+    """Tile sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes
+    of MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with
+    packed 8-bit weights, and in prefills with FP8. For M3 with other formats, each program has as
+    many columns as for M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -175,8 +175,8 @@ class H200MoeTiles(MoeTiles):
         """Return tiles for up to 4 tokens, else None. The limit is 2 tokens for rows of over 1,536
         bytes (8 bits: 3,072) and 1 if fewer than 128 4-bit codes share a 16-bit scale.
 
-        A thread holds up to 384 bytes of gate and up, or 192 bytes if rows are long or scales and
-        zero points need registers. A thread holds up to 192 bytes of the down weight.
+        A thread holds up to 384 bytes of the gate and up weights, or 192 bytes if rows are long or
+        scales and zero points need registers. A thread holds up to 192 bytes of the down weight.
         """
         if gate_up.CODES != down.CODES:
             return None
@@ -218,7 +218,7 @@ class H200MoeTiles(MoeTiles):
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
         """Return tiles for packed weights. A multiprocessor runs three programs with 168 registers
         per thread, or four with 128. Narrow experts of wide hidden states have few programs, so
-        each program has half the rows. Above 48 tokens, half the rows made no run faster.
+        each program has half the rows. Above 48 tokens, halving the rows never saved time.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE

@@ -88,7 +88,7 @@ def prepare_packed(
 def experts(
     x: Tensor | QuantizedActivations, selected: SelectedExperts, prepared: PreparedExperts
 ) -> Tensor:
-    """Run experts on x [M, hidden] -> [M, P, hidden]."""
+    """Run experts on x [M, hidden] -> partial sums [M, P, hidden]."""
     M = selected.ids.shape[0]
     assert selected.ids.is_contiguous() and selected.weights.is_contiguous()
     assert selected.ids.dtype == torch.int32

@@ -177,7 +177,7 @@ def _down_rows(
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     PARTS: tl.constexpr = triton.cdiv(TOP_K, CHOICES)
-    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # number of vectors of one choice in one step
+    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # number of _VECTOR-wide vectors per expert and step
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, CHOICES * VECTORS)
@@ -231,13 +231,13 @@ def _down_gemv_kernel(
     num_experts,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,  # number of choices per program; 1 with packed weights
+    CHOICES: tl.constexpr,  # number of a token's experts per program; 1 with packed weights
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).
 
-    A kernel before the predecessor in the stream wrote `topk_ids` and `topk_weights`. The program
-    may therefore read both tensors and the expert weights before it waits for the predecessor.
+    A kernel before the predecessor in the stream wrote `topk_ids` and `topk_weights`, so the
+    program may read them and the expert weights before it waits for the predecessor.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
     part, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N

@@ -203,7 +203,7 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """Add x, or the sum of its parts, to the residual in place. Return the norm of the residual,
+    """Add x (or its partial sums) to the residual in place. Return the norm of the residual,
     topk_ids and topk_weights.
 
     The function needs two launches for many tokens or parts, for rows whose size is not a

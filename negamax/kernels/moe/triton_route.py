@@ -33,7 +33,7 @@ from negamax.kernels.launch.triton import (
 )
 from negamax.kernels.moe import tiles
 
-# A launch of `_route_large_m_kernel` adds _ROUND to each counter. A tile has up to _ROUND programs.
+# A launch of `_route_large_m_kernel` adds _ROUND, the most programs per tile, to each tile counter.
 _ROUND = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # number of experts that `choose_for_token` ranks together
 _VECTOR = tl.constexpr(8)  # number of bf16 values that a thread reads in one load
@@ -104,10 +104,10 @@ def choose_for_token(
     biased = tl.where(biased == biased, biased, 1e30)  # NaN sorts first, as in torch.topk
     biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
     bits = biased.to(tl.int32, bitcast=True)
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # the integers sort like the fp32 values
-    # among experts with equal scores, the expert with the lower id has the larger key
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # now integers sort like the fp32 values.
+    # Among experts with equal scores, the expert with the lower id has the larger key.
     key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
-    # the first axis is summed, so that each thread sums its own values
+    # transposed, so that the sums over the first axis add values of one thread
     key_of = tl.trans(key)[:, :, None]
     rank = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
     has_rank = tl.trans(rank)[:, :, None] == tl.arange(0, TOP_K_POW2)[None, None, :]
@@ -363,8 +363,7 @@ class PreparedGate:
     gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
     arrivals: Tensor  # [ROUTE_MAX_TILES] int32, counters of `_route_large_m_kernel`, one per tile
-    # [ROUTE_SMALL_M_MAX_M, experts] int64: a logit and the flag of the launch that wrote it
-    logits: Tensor
+    logits: Tensor  # [ROUTE_SMALL_M_MAX_M, experts] int64: logit, flag of the writing launch
     flag: Tensor  # [1] int32, flag of the last launch of `_route_small_m_kernel`
     all_active: Tensor  # [1] int32, 2^31 - 1: all rows are active if the caller passes no `active`
     spin_wait: bool  # whether the platform allows spin waits between programs of a launch

@@ -46,8 +46,7 @@ class PreparedExperts(ExpertWeights):
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
     gate_up: Tensor | PackedTensors
     down: Tensor | PackedTensors  # [experts, hidden, width], or tensors of a `PackedWeight`
-    # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 kernels do not read this tensor
-    gate_up_scale: Tensor
+    gate_up_scale: Tensor  # [experts, 2 * width / 128, hidden / 128] fp32; not read without FP8
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; not read without FP8
     constants: ExpertConstants
 

@@ -182,7 +182,7 @@ def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """Score blocks without copying keys; `products` scores sequences with several tokens."""
+    """Score blocks without copying keys; call `products` for sequences with several tokens."""
     sequences, count, heads, dim = index_q.shape
     if count > 1 or index_cache.dtype != index_q.dtype:
         return products(index_q, index_cache, tokens, size)

@@ -167,9 +167,9 @@ def prepare(
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
-    """Add x [T, width] or its parts [T, P, width] to the residual in place; return the norm."""
+    """Add x [T, width] or partial sums [T, P, width] to the residual in place; return its norm."""
     num_tokens, width = residual.shape
-    if width % 2:  # the size of a row is not a multiple of 4 bytes
+    if width % 2:  # the kernel reads rows as 4-byte words
         return spec.add_rms(x, residual, norm)
     written = outputs(torch.empty_like(residual), quantize=norm.quantize)
     if num_tokens == 0:

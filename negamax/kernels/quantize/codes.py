@@ -28,7 +28,7 @@ class Codes:
     block: tuple[int, int] = (1, 1)  # number of rows and columns that share a scale
     zero_point: Tensor | None = None  # [..., ceil(N / rows), groups] uint8
     global_scale: Tensor | None = None  # fp32, [...] or [..., 1], or one per row: [..., N]
-    group_of: Tensor | None = None  # [K] int32, group of each column; None: adjacent columns
+    group_of: Tensor | None = None  # [K] int32, group of each column; None: given by `block`
     is_e2m1: bool = False
 
     def dequantize(self) -> Tensor:

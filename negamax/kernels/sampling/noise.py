@@ -2,9 +2,9 @@
 
 The SplitMix64 finalizer (public domain) turns `seed + golden * (position + 1)` into a row's 64-bit
 key. For a token, one half of the key is added to the id times a constant. A 32-bit finalizer mixes
-this sum; between two rounds, the sum is XORed with the other half of the key. The multipliers come
-from MurmurHash3's finalizer and from Knuth's multiplicative hash. Arithmetic is modulo 2^32 or
-2^64, so the Triton kernel computes the same bits.
+each token's sum; between two rounds, the sum is XORed with the other half of the key. The
+multipliers come from MurmurHash3's finalizer and from Knuth's multiplicative hash. Arithmetic is
+modulo 2^32 or 2^64, so the Triton kernel computes the same bits.
 """
 
 import torch

@@ -122,7 +122,7 @@ def draw_leading(
     /,
     *,
     first_id: int,  # id of the token in the first column of `logits`
-    otherwise: Tensor,  # [R] int64, results for the rows that draw no token here
+    otherwise: Tensor,  # [R] int64, results for rows that this call does not draw
     group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
     """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.

@@ -17,7 +17,7 @@ class SamplingTiles:
 
 
 _H200 = SamplingTiles(draw_warps=8)  # measured on an H200
-_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # Triton's interpreter runs on "cpu"
+_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # "cpu": Triton's interpreter
 
 
 def tiles_for(device: torch.device) -> SamplingTiles:
@@ -25,5 +25,5 @@ def tiles_for(device: torch.device) -> SamplingTiles:
 
 
 def strip(vocab: int) -> int:
-    """Return the number of logits per strip; all selected strips have a few thousand logits."""
+    """Return the number of logits per strip; all selected strips together have a few thousand."""
     return 32 if vocab <= 1 << 17 else 64

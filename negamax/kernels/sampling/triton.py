@@ -71,7 +71,7 @@ def exponentials(bits):
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _tile_argmax_kernel(
-    logits,  # [R, V] fp32, rows `stride` apart
+    logits,  # [R, V] fp32, row stride `stride`
     filters,  # [slots, 4] fp32, `RowSampling.filters`
     seeds,  # [slots] int64, the seed of each slot's request
     slots,  # [R] int64, the slot of each row
@@ -247,7 +247,7 @@ def _draws_from_leading(filters, slot, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _strip_max_kernel(
-    logits,  # [R, V] fp32, rows `stride` apart
+    logits,  # [R, V] fp32, row stride `stride`
     filters,  # [slots, 4] fp32, `RowSampling.filters`
     slots,  # [R] int64, the slot of each row
     largest,  # [R, strips] int32, written: the largest `_make_sortable` key of every STRIP logits
@@ -324,13 +324,13 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=_ROW_VALUES)
 def _draw_leading_kernel(
-    logits,  # [R, V] fp32, rows `stride` apart
+    logits,  # [R, V] fp32, row stride `stride`
     largest,  # [R, strips] int32, the largest sort key of every strip of logits
     filters,  # [slots, 4] fp32, `RowSampling.filters`
     seeds,  # [slots] int64, the seed of each slot's request
     slots,  # [R] int64, the slot of each row
     positions,  # [R] int64, positions in the sequences, which select the noise
-    otherwise,  # [R] int64, results for the rows that draw no token here
+    otherwise,  # [R] int64, results for rows that this call does not draw
     chosen,  # [R, 3, COUNT] int32, written: the leading strips, keys and tokens
     out,  # [R] int64, written: drawn tokens, for other rows those of `otherwise`
     stride,
@@ -388,7 +388,7 @@ def draw_leading(
     rows: RowSampling,
     *,
     first_id: int,
-    otherwise: Tensor,  # [R] int64, results for the rows that draw no token here
+    otherwise: Tensor,  # [R] int64, results for rows that this call does not draw
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
     """Run `sampling.draw_leading`; last bits of probabilities may differ from the reference."""

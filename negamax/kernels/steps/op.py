@@ -9,7 +9,7 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 
 
 def place(
-    columns: Tensor,  # int64: token_slots [T], slots [S], token_offsets [T], end_offsets [S], more
+    columns: Tensor,  # int64 token_slots [T], slots [S], token_offsets [T], end_offsets [S], M more
     num_computed: Tensor,  # [slots] int64, positions to which the offsets are added
     tokens: Tensor,  # [slots, width] int32 or int64; draft tokens are written at their positions
     drafts: Tensor | None,  # [slots, K] int64, -1: no draft token; None: a step without drafts
@@ -70,8 +70,7 @@ def store(
     /,
     *,
     tokens: Tensor,  # [slots, width] int32 or int64, written
-    # [slots] int64, set to `ends` for `slots`; None: draft verification sets this tensor
-    num_computed: Tensor | None,
+    num_computed: Tensor | None,  # [slots] int64, set to `ends`; None: draft verification sets it
     out: Tensor,  # [T] int64, written: a copy of `token_ids`
 ) -> None:
     """Store the sampled tokens for the next step, and copy them to `out` for the host."""

@@ -24,7 +24,7 @@ def _place_kernel(
     places,  # [size] int64, written: positions of the tokens, then lengths of the sequences
     token_ids,  # [num_tokens] int64, written: the step's tokens
     ends,  # [num_tokens] int64, written: positions + 1; 0 for tokens of the padding slot
-    words,  # [num_words] int32, written: lengths, then the other columns
+    words,  # [num_words] int32, written: sequence lengths, then the columns after end_offsets
     num_tokens,
     size,  # number of tokens + number of sequences
     num_words,
@@ -91,7 +91,7 @@ def _embed_kernel(
     token_ids,  # [T] int64
     table,  # [num_rows, 2 * WORDS]
     images,  # [T] int32, index in `rows`, or -1 to read `table`; or None
-    rows,  # [P, 2 * WORDS], or None
+    rows,  # [P, 2 * WORDS], image embeddings; or None
     out,  # [2, T, 2 * WORDS], written: embeddings, then a residual of zeros
     num_rows,
     first_id,
@@ -120,7 +120,7 @@ def embed(
     token_ids: Tensor, table: Tensor, images: ImageRows | None = None, *, first_id: int
 ) -> tuple[Tensor, Tensor]:
     num_tokens, (num_rows, width) = len(token_ids), table.shape
-    if width % 2:  # the size of a row is not a multiple of 4 bytes
+    if width % 2:  # the kernel reads rows as 4-byte words
         return spec.embed(token_ids, table, images, first_id=first_id)
     assert token_ids.is_contiguous() and table.is_contiguous()
     out = table.new_empty(2, num_tokens, width)
@@ -141,7 +141,7 @@ def _store_kernel(
     slots,  # [T] int64, row of each token in `tokens`
     ends,  # [T] int64, columns of `tokens` to which the tokens are written
     tokens,  # [slots, width], written
-    num_computed,  # [slots] int64, written: `ends` of each slot's token; or None
+    num_computed,  # [slots] int64, set to the `ends` of each slot's token; or None
     out,  # [T] int64, written: a copy of `token_ids`
     num_tokens,
     width,

@@ -29,8 +29,8 @@ from negamax.kernels.quantize.stored import decode
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
-SIDE_COLUMNS = 128  # number of columns of a row whose scales or zero points are adjacent
-# Order of dimensions that permutes a span of 8-bit codes, viewed as [2, 2, 2, 4, 2], for storage.
+SIDE_COLUMNS = 128  # number of columns of a row whose scales (or zero points) are stored together.
+# `AXES`: permutation of a span of 8-bit codes, viewed as [2, 2, 2, 4, 2], for storage.
 AXES = (3, 0, 1, 4, 2)
 # For the first 4-bit code of each pair: the position of each of its bits in the word, lowest bit
 # first. The bits of the second code are 16 positions higher, modulo 32. Except for the first pair,
@@ -208,7 +208,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:
-    """Return `Packing.SCALE` and the scales: numbers if it is "float", else bits as uint8."""
+    """Return `Packing.SCALE` and the scales: numbers if SCALE is "float", else bits as uint8."""
     if scale.dtype is torch.float8_e8m0fnu:
         return "e8m0", scale.view(torch.uint8)
     if scale.dtype is not torch.float8_e4m3fn:

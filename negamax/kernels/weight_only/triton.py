@@ -1,14 +1,14 @@
 """Multiply with packed weights, which are dequantized in registers to the activations' dtype.
 
 A tile is loaded in words. Four threads load a row, 16 neighboring bytes each. The tensor cores
-expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of words,
-but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the order of
-`compute_load_order`, with which no thread passes unpacked values to another thread.
+expect the codes of a thread's 16 bytes in the same thread (`layout.py`). A warp loads eight rows of
+words, but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the
+order of `compute_load_order`, with which no thread passes unpacked values to another thread.
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. The scale includes this power, divided by
-2^_POST to stay in the range of bf16. The final sum is multiplied by 2^_POST.
+bf16, which makes the value too small by a power of two. The scale corrects the value, except for a
+factor of 2^_POST, to stay in the range of bf16. The final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -29,12 +29,12 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # converts an exponent of e5m3 to fp32
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # added to (e5m3 << 20), gives bits of fp32
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
-COLUMNS = tl.constexpr(64)  # number of columns per product; more columns need more registers
+COLUMNS = tl.constexpr(64)  # number of columns per `dot`; more columns need more registers
 _ONE_SCALE_MAX_M = tl.constexpr(64)  # for more tokens, two accumulators exceed the registers
 
 
@@ -78,7 +78,7 @@ def multiply(
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
     SPAN: tl.constexpr = BYTES * P.CODES
     SPANS: tl.constexpr = BLOCK_K // SPAN
-    PRODUCTS: tl.constexpr = P.CODES  # number of products per span
+    PRODUCTS: tl.constexpr = P.CODES  # number of `dot` calls per span
     ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K) and BLOCK_M <= _ONE_SCALE_MAX_M
     GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
     columns = tl.arange(0, COLUMNS)
@@ -144,7 +144,7 @@ def convert_sides(
     """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `load_side`
     loaded `scale` (used if GROUPED) and `zero` for all SPANS spans.
     """
-    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span in its 128 columns of scales
+    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span in its block of 128 columns
     factors, added = make_constants(P, DTYPE)
     if GROUPED:
         own = _select_span(scale, i, SPANS, P, P.IN_WORDS)
@@ -184,7 +184,7 @@ def split_by_product(each, P: tl.constexpr):
         products = (each,)
     elif ROWS == 1:
         products = (each, each)
-    else:  # one product has the first two of a thread's four words, the other the last two
+    else:  # one `dot` uses the first two of a thread's four words, the other the last two
         by_half = tl.permute(tl.reshape(each, (ROWS, 4, 2, 2)), (0, 1, 3, 2))
         first, second = tl.split(by_half)
         products = (tl.reshape(first, (ROWS, 8)), tl.reshape(second, (ROWS, 8)))
@@ -211,8 +211,8 @@ def load_side(
 ):  # fmt: skip
     """Load stored scales or zero points -> [BLOCK_N, entries] of columns k .. k + BLOCK_K - 1.
 
-    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries outside
-    `inside` are 0.
+    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries where
+    `inside` is false are 0.
     """
     tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_select_span` needs these sizes
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
@@ -442,8 +442,8 @@ def _number(code, scale, added, P: tl.constexpr):
 
 @triton.constexpr_function
 def _offset(P: Any, DTYPE: Any) -> float:
-    """Return the addend of unpacked codes. In pairs, uint4 is unpacked as code + 128 and uint8 as
-    code - 128. Codes without zero points have the zero point 8.
+    """Return the addend of unpacked codes. If codes are unpacked in pairs, uint4 becomes code + 128
+    and uint8 becomes code - 128. Codes without zero points have the zero point 8.
     """
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0

@@ -14,9 +14,9 @@ one addend, the kernel multiplies it with x once and starts all products from th
 
 A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread holds four
 neighboring words of every eighth row, and four threads hold a span. A span is SPAN columns with 4
-bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to hold these rows and
-columns (`layout.py`), so weights do not pass through shared memory. The dimensions of a load are in
-the order in which Triton assigns threads to them (`add_last_first`).
+bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to hold the rows and columns
+that it loads (`layout.py`), so weights do not pass through shared memory. The dimensions of a load
+are in the order in which Triton assigns threads to them (`add_last_first`).
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -40,10 +40,10 @@ from negamax.kernels.weight_only.triton import (
     unpack_numbers,
 )
 
-TOKENS = tl.constexpr(8)  # number of columns of the smallest product of the tensor cores
+TOKENS = tl.constexpr(8)  # smallest number of tokens of a tensor core instruction
 SPAN = tl.constexpr(128)  # number of columns that a warp multiplies in a step
-_WORDS = tl.constexpr(16)  # number of words per row of a fragment
-# number of neighboring columns of a 16-bit product that Triton assigns to a thread
+_WORDS = tl.constexpr(16)  # number of words per row of a fragment.
+# `_NEIGHBORS`: number of adjacent columns of a 16-bit `dot` operand that Triton assigns to a thread
 _NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
 
@@ -67,7 +67,7 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Return the number of adjacent columns per thread: 8 with byte scales or many zero points."""
+    """Return the adjacent columns per thread: 8 for byte scales or many zeros, else _NEIGHBORS."""
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
     return 8 if grouped and is_byte else _NEIGHBORS
@@ -199,7 +199,7 @@ def multiply_token(
     for i in tl.static_range(STEPS):
         if _starts_from_offset(P) and _column(i) == 0:
             # These codes are 0, but Triton treats them like loaded codes. Triton then keeps x in
-            # the layout of the other products.
+            # the layout of the other `dot` calls.
             words = (codes[i].to(tl.uint32) >> 31 >> 1).to(tl.int32)
             none = _dequantize((words,), scales, zeros, 0, P, ROWS, NUM_WARPS, DTYPE, True)
             start = dot(none, x[i // TOKENS], tl.zeros_like(acc)) * (-(RAW + 8.0) / RAW)

@@ -47,7 +47,7 @@ _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
 }  # fmt: skip
-# Each row lists spellings of a config.json field. This module uses the first spelling.
+# `_SPELLINGS`: each row lists spellings of a config.json field, of which this module uses the first
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
     ("intermediate_size", "dense_intermediate_size", "ffn_hidden_size"),
@@ -70,8 +70,8 @@ class BlockDraftSpec(DraftSpec):
     block_size: int  # tokens per block: the last known token, then mask tokens
     mask_token_id: int
     samples_anchor: bool  # Whether block token j proposes the token at position j + 1, not j.
-    markov_rank: int = 0  # Rank of the matrices for the bias by the previous token; 0: no bias.
-    confidence_width: int = 0  # Input width of the head that estimates acceptance; 0: no head.
+    markov_rank: int = 0  # Rank of the matrices of the previous token's logit bias; 0: none.
+    confidence_width: int = 0  # Input width of the head that estimates draft acceptance; 0: none.
     windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
     is_causal: bool = False  # Whether tokens of a block do not attend to later tokens.
     intermediate_size: int

@@ -8,7 +8,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: BlockDraftSpec) -> Initializer:
-    """Return the distribution of a slot. 1 / sqrt(columns) keeps activations equally large."""
+    """Return a slot's distribution; a std of 1 / sqrt(columns) preserves the activations' scale."""
     if "norm" in name:
         return Initializer(std=0.05, mean=0.0 if spec.is_gemma else 1.0)
     if name in (names.EMBEDDING, names.MARKOV_IN):

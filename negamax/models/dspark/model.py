@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head. Without such a head, the slots are optional."""
+        """Return the slots of the confidence head; they are optional if the spec has none."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -241,7 +241,7 @@ class BlockDraft:
     ) -> Tensor:
         """Run R blocks, each after its context. Return the inputs of the head [R, N, hidden].
 
-        anchors [R] int64 are the tokens at `context.lengths`. `metadata` may describe any step.
+        anchors [R] int64 are the tokens at `context.lengths`. The content of `metadata` is ignored.
         """
         num_blocks, rows = len(anchors), self.spec.block_size
         token_ids = anchors.new_full((num_blocks, rows), self.spec.mask_token_id)

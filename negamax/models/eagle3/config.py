@@ -83,7 +83,7 @@ class Eagle3Spec(DraftSpec):
         """Return vLLM's default layers. Raises `ConfigError` for fewer than 7 layers."""
         if num_layers < 7:
             raise ConfigError(
-                f"the draft's files list no layers of the target, and the default layers need a "
+                f"the draft's files list no target layers to read, and the defaults need a "
                 f"target of 7 or more layers; this target has {num_layers}",
                 hint=LAYERS_HINT,
             )

@@ -7,7 +7,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: Eagle3Spec) -> Initializer:
-    """Return the distribution of a slot. 1 / sqrt(columns) keeps activations equally large."""
+    """Return a slot's distribution; a std of 1 / sqrt(columns) preserves the activations' scale."""
     if "norm" in name:
         return Initializer(std=0.05, mean=1.0)
     columns = {

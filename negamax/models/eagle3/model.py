@@ -56,7 +56,7 @@ class _Biases:
         rank: int,
         weights: WeightFormat,
     ) -> None:
-        """`parts` are q, k and v. Only rank 0 adds the output bias. The bias is optional."""
+        """`parts`: q, k, v projections. Only rank 0 adds the output bias. The bias is optional."""
         like: dict[str, Any] = {"dtype": weights.dtype, "device": weights.device}
         self.qkv = torch.empty(sum(len(part.rows) for part in parts), **like)
         self.out = torch.zeros(hidden_size, **like)

@@ -12,13 +12,13 @@ closer decides whether the closer is a tag or data. White space after a closer i
 - An opener `<parameter name="k">` in an open value ends it only if the tool declares k and the call
   has no k yet. Such an opener shows that the model omitted the closer of the value.
 The end of a truncated output does not end a value. A repeated parameter is written twice to the
-JSON arguments, because common JSON readers use the last value. Repeated values of an array are
+JSON arguments, because common JSON readers use the last value. Repeated array parameters are
 joined.
 
 A tag ends at the closing quote of its name, or after a declared name. Instead of parameters, the
 parser also accepts a JSON object or XML elements. A value without an opener belongs to the only
-missing parameter. Other text in an invoke with parameters is dropped. An invoke without any
-argument is not a call. An invoke whose other text looks like an argument stays text.
+missing parameter. In an invoke with parameters, text outside them is dropped, unless it looks like
+an argument: then the invoke stays text. An invoke without any argument is not a call.
 """
 
 import enum
@@ -73,7 +73,7 @@ _OTHER_FORMS = (  # beginnings of an argument with a broken tag or another synta
 # opening or closing tag of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# Tags that may follow the end of a call; otherwise its closing tag is text of the open value.
+# Before any other tag, the closing tag of a call is text of the open value.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -103,12 +103,12 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schemas: open call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # schema of open call / value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.
         self._unnamed: list[str] = []  # Values without a parameter name in the open call.
-        self._waiting: list[WaitingMember] = []  # Values that may be items of an array.
+        self._waiting: list[WaitingMember] = []  # Array parameters, written at the call's end.
         self._key = ""
         self._value: list[str] = []  # Text of the open value that is not written yet.
         self._is_written = False  # Whether the open value is streamed as a string.
@@ -209,7 +209,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Decide whether `closer` ends the value. `before` is the lexeme after `closer`."""
+        """Decide whether `closer` ends the value. `before` is the lexeme that follows `closer`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = (
@@ -217,12 +217,12 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # if `closer` closes the call, the next lexeme ends the call
+            self._close_value()  # after the call's closing tag, the next lexeme ends the call
         else:
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
-        """Read text after a closer that may be data. Return False if the closer is data.
+        """Read `text`, which follows the last closer. Return False if the closer is data.
 
         After white space, the closer may still be data. If `text` begins a missing argument of the
         tool in a form of `_OTHER_FORMS`, the closer ends the value.

@@ -1,8 +1,8 @@
 """Synthetic weights of MiniMax-M2, with realistic activations and even routing.
 
-If all experts are equally likely, B independent tokens select E (1 - (1 - k / E)^B) of E experts.
-Two choices make all experts equally likely: router rows have the same length, and router biases are
-almost equal. Tokens stay independent because a layer adds little to a token's embedding.
+If all experts are equally likely and each token selects k of E experts, B independent tokens select
+E (1 - (1 - k / E)^B) experts. Router rows of equal norm and almost equal router biases make experts
+equally likely. Tokens stay independent because a layer adds little to a token's embedding.
 """
 
 import math
@@ -20,7 +20,7 @@ ATTENTION_GAIN = 0.5
 
 
 def draw(name: str, spec: MoeSpec) -> Initializer:
-    """Choose the distribution of a slot.
+    """Choose the distribution of the values of weight `name`.
 
     The factor 1 / sqrt(columns) gives the output of a matrix the magnitude of its input. Matrices
     that add to the residual stream are divided by sqrt(2 * num_layers), so the stream does not grow

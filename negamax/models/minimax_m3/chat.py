@@ -8,13 +8,14 @@ M stands for the marker `]<]minimax[>[`. A tokenizer encodes the marker as one o
 
 A tag without the marker is data. Elements nest: an object has one element per member, and an array
 has one `item` element per value. `element_arguments` converts the elements. The reader handles
-these mistakes of the models: - A closer with a wrong name, possibly followed by the correct closer,
-ends a text value. A closer that
-  matches no open element is dropped. A closer of an outer element, of the invoke or of the block
-  also closes all open elements inside.
-- If the closer of a text value is missing, the opener of a declared sibling ends the value. Any
-  other opener in a string and its closer are data. A call block in a string and the invoke of an
-  undeclared tool are also data, because files may describe this format.
+these mistakes of the models:
+
+- A closer with a wrong name, possibly followed by the correct closer, ends a text value. A closer
+  that matches no open element is dropped. A closer of an outer element, of the invoke or of the
+  block also closes all open elements inside.
+- If the closer of a text value is missing, the opener of a sibling in the schema ends the value.
+  Any other opener in a string and its closer are data. A call block in a string and the invoke of
+  an undeclared tool are also data, because files may describe this format.
 - Without the marker, `<tool_call>`, invoke tags and their closers are tags only where the format
   requires a tag.
 - A garbled invoke tag, even with a marker in it, calls the declared tool that it names.
@@ -53,7 +54,7 @@ _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
 _M = re.escape(MARKER)
 _SPACE = r"\s{0,4}"  # White space between a marker and its tag, or at the end of a tag.
-# Matches a marker inside an invoke tag, and the text after the marker.
+# `_SPLICE` matches a marker inside an invoke tag, and the text after the marker.
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _ATTRIBUTES = re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?$""")
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
@@ -78,7 +79,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether the tag names a declared tool. The tag may be anywhere in a line."""
+        """Return whether `lexeme`, anywhere in a line, names a declared tool."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:

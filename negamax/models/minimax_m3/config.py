@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Known fields of config.json beside `text_config`. Some fields describe images or videos.
+# `_AROUND`: known fields of config.json beside `text_config`, some of them for images or videos
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -74,8 +74,8 @@ class SparseAttentionSpec:
     init_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]  # For each layer, whether its attention is sparse.
-    # The engine sets this field. True: each rank computes the index queries of all heads and stores
-    # a shard of the index keys.
+    # `is_sharded`: whether each rank computes the index queries of all heads and stores a shard of
+    # the index keys. The engine sets this field.
     is_sharded: bool = False
 
 
@@ -260,7 +260,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     """Read the spec from the config.json of a text model. Raises `ConfigError`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    # Transformers ignores the rotary_dim that this reads, unless there is a partial_rotary_factor.
+    # Without partial_rotary_factor, transformers ignores the rotary_dim that `read_common` reads.
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)
@@ -353,7 +353,7 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
 
 def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """Read how many of the first or last blocks are always selected. SGLang's config may give the
-    number in tokens. The range of the last tokens may begin inside a block.
+    number of tokens instead of blocks, and the last tokens may begin inside a block.
     """
     own = int(which == "local")  # the local blocks include the query token's block
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
@@ -369,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Read list `name` as booleans: whether an entry is `values[1]`. {} if the list is missing."""
+    """Read list `name`: per layer, whether the entry is `values[1]`. {} if the list is missing."""
     given = config.get(name)
     if given is None:
         return {}

@@ -12,12 +12,11 @@ from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
 NORM = Initializer(std=0.05)  # Norms multiply by 1 + weight.
-# Factor for outputs of the shared expert and dense MLPs. Routed outputs have factor 1.
-SHARED_GAIN = 0.5
+SHARED_GAIN = 0.5  # factor for outputs of the shared expert and dense MLPs; routed experts have 1
 
 
 def draw(name: str, spec: MiniMaxM3Spec) -> Initializer:
-    """Choose the distribution of a slot."""
+    """Choose the distribution of the values of weight `name`."""
     if spec.vision is not None and (shape := names.vision_shapes(spec.vision).get(name)):
         return _draw_vision(name, shape, num_layers=spec.vision.num_layers)
     depth = math.sqrt(2 * spec.num_layers)
@@ -32,7 +31,7 @@ def draw(name: str, spec: MiniMaxM3Spec) -> Initializer:
 
 
 def _draw_vision(name: str, shape: tuple[int, ...], *, num_layers: int) -> Initializer:
-    """Choose the distribution of a slot of the tower or projector. Image rows get unit variance."""
+    """Choose the distribution of the values of vision weight `name`."""
     if len(shape) == 1:
         is_norm = name.endswith(".weight")
         return minimax_m2.NORM if is_norm else Initializer(std=0.02)

@@ -78,7 +78,7 @@ class _VisionLayer:
         self._mlp = weights.take_mlp(own.mlp, hidden, spec.intermediate_size, hidden)
 
     def __call__(self, h: Tensor, angles: tuple[Tensor, Tensor], sizes: Sequence[int]) -> Tensor:
-        """h [N, hidden]: patches of images with `sizes`; angles: cos, sin [N, 1, rotated] fp32."""
+        """h [N, hidden]: patches of images with `sizes` patches; cos, sin [N, 1, rotated] fp32."""
         x = self._norms[0](h)
         q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
         q, k = self._rope(q, k, *angles)
@@ -131,7 +131,7 @@ class VisionTower:
     def run_part(
         self, images: PartialImages, first: int, stop: int, num_parts: int
     ) -> PartialImages:
-        """Run parts `first` to `stop` of the layers, which are divided into `num_parts` parts."""
+        """Run parts `first` to `stop` - 1 of the `num_parts` parts of the layers."""
         h, count = images.h, len(self._layers)
         for layer in self._layers[count * first // num_parts : count * stop // num_parts]:
             h = layer(h, images.angles, images.sizes)
@@ -153,7 +153,7 @@ class VisionTower:
         return frames.reshape(-1, self.spec.patch_values)
 
     def _angles(self, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [patches, 1, rotated] fp32; sines of the first half are negative."""
+        """Return cos and sin [patches, 1, rotated] fp32; the first half of sin is negated."""
         merge, places = self.spec.spatial_merge_size, []
         for rows, columns in grids:
             grid = torch.stack(

@@ -32,8 +32,8 @@ class _Kind(IntEnum):
     CHOICES = 6  # indices of alternative expressions
     TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
     REPEAT = 8  # index of a rule; minimum and maximum number of its repeats
-    TOKEN = 9  # ids of the allowed tokens
-    # number of tags; (trigger token, rule) of each tag; 1 if more tags may follow; excluded tokens
+    TOKEN = 9  # ids of the allowed tokens.
+    # `TOKEN_TAG_DISPATCH`: number of tags, then as TAG_DISPATCH with tokens instead of texts
     TOKEN_TAG_DISPATCH = 11
 
 
@@ -128,7 +128,7 @@ def _read_symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
 
 
 def _has_characters(items: list[int]) -> bool:
-    """Return whether a class of characters contains a character."""
+    """Return whether a class of characters contains any character."""
     is_negated, *ends = items
     ranges = sorted(zip(ends[::2], ends[1::2], strict=True))
     if not is_negated:

@@ -205,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`. The schema is made once."""
+        """Return the schema that `make` derives from `origin`; call `make` only once per origin."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:
@@ -437,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts except `names`. Texts that begin like a long name are excluded too."""
+        """Return all texts except `names`. Texts with the start of a long name are excluded too."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None
@@ -546,7 +546,7 @@ _ANNOTATIONS = {
 
 
 def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
-    """Return the joined schemas of every combination of one branch per group."""
+    """For every combination of one branch per group, join the branches' schemas."""
     found: list[Nodes] = [()]
     for group in groups:
         if len(group) > 1 or len(found) > 1:

@@ -1,4 +1,4 @@
-"""Compute regular languages with intersections and complements by derivatives.
+"""Compute regular languages, with intersections and complements, by derivatives of expressions.
 
 A `Languages` object assigns an integer to each expression. Equal expressions have the same integer.
 The markers `BEGIN` and `END` represent the anchors of patterns. Markers are integers outside the

@@ -1,6 +1,6 @@
 """Read regular expressions (ECMA 262 and common extensions) and bounds of numbers.
 
-A pattern of a JSON schema without anchors may match any part of a text. The reader refuses
+An unanchored pattern of a JSON schema may match any part of a text. The reader refuses
 backreferences, word boundaries, lookbehinds, flags, and lookaheads inside groups.
 """
 
@@ -103,7 +103,7 @@ class _PatternReader:
         return found
 
     def _read_whole(self) -> tuple[list[int], bool]:
-        """Read an alternative outside groups. Return its parts, and whether one is a lookahead."""
+        """Read an alternative outside groups. Return (parts, whether one is a lookahead)."""
         languages, parts = self._languages, list[int]()
         while self._peek() not in ("", "|", ")"):
             is_wanted = self._take("(?=")
@@ -333,7 +333,7 @@ def _write_at_least(bound: Decimal, is_open: bool) -> str:
 
 
 def _list_larger(digits: str) -> list[str]:
-    """Return patterns of beginnings of all larger numbers that have as many digits as `digits`."""
+    """Return patterns of beginnings of all numbers > `digits` that have as many digits."""
     return [
         f"{digits[:place]}[{int(digit) + 1}-9]" for place, digit in enumerate(digits) if digit < "9"
     ]

@@ -36,8 +36,8 @@ class ReasoningGate:
         self._token_bytes = token_bytes
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _GateState.OPEN if reasoning.state == "open" else _GateState.UNDECIDED
-        self._num_tokens = 0  # number of tokens of reasoning so far
-        # In state UNDECIDED all output; in state OPEN its end, which may begin a closing tag.
+        self._num_tokens = 0  # number of tokens of reasoning so far.
+        # `_text` is all output in state UNDECIDED, and in state OPEN the possible start of a tag.
         self._text = b""
         self._due: deque[int] = deque()
         self._spend()

@@ -43,9 +43,9 @@ class CallStyle(ABC):
     """A model family's syntax of calls. Methods return formats and count schema nodes."""
 
     name: str
-    end_of_text: str  # text that ends a raw string
-    # Pattern of argument names that no schema lists. The fields are the class of the first
-    # character, the class of later characters, and the largest number of later characters.
+    end_of_text: str  # text that ends a raw string.
+    # `free_key`: pattern of argument names that no schema lists, which consists of the first
+    # character's class, the later characters' class, and the largest number of later characters
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
     argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name

@@ -6,11 +6,11 @@ bare words true, false and null. White space and other text between elements are
 parser emits strings, and objects and arrays of a known type, before they are complete.
 
 A member of unknown type in a nested object is written at the end of this object, because the values
-of a repeated name become a list. Text of a member that may be an array is also written at the end,
-because arrays and items of one name are joined. If an element after an array has the name of the
-array, the element adds items to the array. If other elements are between the array and a later
-element of its name, the array is written again at the end. Any other member with a repeated name is
-written twice. Common JSON readers use the last value.
+of a repeated name become a list. Text of a member that may be an array is also written at the end
+of the object, because arrays and items of one name are joined. If an element after an array has the
+name of the array, the element adds items to the array. If other elements are between the array and
+a later element of its name, the whole array is written again at the end of the object. Any other
+member with a repeated name is written twice. Common JSON readers use the last value.
 
 If text in a container begins with a marker, the model omitted the opening tag of an element. The
 closing tag then contains the name of the element.
@@ -64,19 +64,17 @@ class _Element:
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # whether the text is empty or white space
-    # names of opening tags in the text; these tags and their closing tags are data
-    quoted: list[str] = field(default_factory=list)
+    quoted: list[str] = field(default_factory=list)  # opening tags in the text that are data
     names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
-    values: list[WaitingMember] = field(default_factory=list)  # members to write at the end
+    values: list[WaitingMember] = field(default_factory=list)  # members to write after its children
     is_written: bool = False  # whether the opening bracket is written
     may_be_over: bool = False  # whether a wrongly named closing tag followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
     is_marked: bool = False  # whether the text begins with the call's tag marker
     mark: int = 0  # index of this element's opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, if it is an array without its closing bracket
-    # an ended array of the same name to which this element adds items
-    resumed: "_Element | None" = None
+    resumed: "_Element | None" = None  # ended array of the same name to which this one adds items
     arrays: dict[str, str] = field(default_factory=dict)  # closed array's name -> JSON of its items
     waiting: set[str] = field(default_factory=set)  # names of `values`
 
@@ -173,8 +171,8 @@ class ElementArguments:
         """Process the closing tag of the element `name`. `tag` is the text of the tag.
 
         A closing tag with a wrong name also ends an element with text. The correct closing tag may
-        follow. The closing tag of an outer element also closes all inner elements. Any other
-        closing tag of an element that is not open is dropped.
+        follow such a tag. The closing tag of an outer element also closes all inner elements. Any
+        other closing tag of an element that is not open is dropped.
         """
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]

@@ -14,7 +14,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class CallWriter:
-    """Writes tool calls as events. The arguments are the text of one JSON object.
+    """Writes tool calls as events. The arguments of a call are the text of one JSON object.
 
     Values are added to the innermost open container. The key is None if the container is an array.
     The first argument or the end of a call emits its `ToolCallStart`. A call can be discarded until
@@ -197,8 +197,8 @@ class OutputFormat:
     beginnings: TagBeginnings
     new_block: type[CallBlock]
     may_think_again: bool  # whether an opening think tag within content begins reasoning
-    call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`
-    # tags of calls; {} stands for a name, which may contain quotes and angle brackets
+    call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`.
+    # `name_tags`: tags of calls; {} stands for a name, which may contain quotes and angle brackets
     name_tags: tuple[TagPattern, ...]
     turn_open: str = "]~b]"  # tag before the role of a turn in rendered prompts
     turn_close: str = "[e~["

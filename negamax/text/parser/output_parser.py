@@ -133,8 +133,8 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # another family's closing think tag, until later text decides
-        # held call opener and the white space after it; the next tag decides whether a block begins
+        self._closer = ""  # another family's closing think tag, until later text decides.
+        # `_opener`: held call opener and its white space; the next tag decides if a block begins.
         self._opener: list[str] = []
         self._opener_is_loose = False
         self._is_after_block = False  # whether only white space has followed the last block
@@ -217,7 +217,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Decide from `lexeme` if the held opener begins a block. Return True for white space."""
+        """Decide if the held opener begins a block. Return True if `lexeme` is white space."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
@@ -332,7 +332,7 @@ class OutputParser:
             self._is_after_block = False
 
     def _stop_or_emit(self, text: str) -> None:
-        """Emit content up to a stop string. Emit other text of the channel unchanged."""
+        """Emit content up to a stop string. Emit text of other states unchanged."""
         if self._state is not _CONTENT:
             self._emit_content(text)
         else:

@@ -25,9 +25,9 @@ CONTAINERS = frozenset({"object", "array"})
 _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
 # Limit of the total length of names that match _ODD. Tags with other names end at the first ">".
 _MAX_ODD_CHARS = 20_000
-_MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits
-# Chat templates can render this depth. Python's own limit depends on its version: 3.11 reads about
-# 1,000 levels, 3.12 and newer 10,000.
+_MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits.
+# `_MAX_NESTING`: levels of JSON that chat templates can render. Python 3.11 reads about 1,000
+# levels, 3.12 and newer 10,000.
 _MAX_NESTING = 64
 # null, booleans and numbers in the spelling of chat templates
 _LITERAL = re.compile(

@@ -1,4 +1,4 @@
-"""Split generated text into tags and text. The result does not depend on the stream's pieces."""
+"""Split generated text into tags and text, however the stream is split into pieces."""
 
 import enum
 import re
@@ -223,7 +223,7 @@ class TagLexer:
             self._held = text[end:]
 
     def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
-        """Append the tags of `text`, and the text between tags. Return the end of the last tag.
+        """Append tags of `text` and text between them to `lexemes`. Return the end of the last tag.
 
         If `is_last` is False, a tag that may become a longer tag is held.
         """

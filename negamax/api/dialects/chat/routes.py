@@ -144,8 +144,8 @@ class _ChatChoice(Choice):
     events: list[ParserEvent] = field(default_factory=list)  # for an unstreamed answer
     role_sent: bool = False
     entries: list[TokenLogprobs] = field(default_factory=list)  # token logprobs to convert to JSON
-    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # for the next chunk
-    # Unsent token ids of a stream, or all token ids of an unstreamed answer.
+    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # For the next chunk.
+    # `token_ids`: unsent ids of a stream, or all ids of an unstreamed answer.
     token_ids: list[int] = field(default_factory=list)
 
 

@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the function name in `choice`, in the format of chat completions or /v1/responses."""
+    """Return the function name in `choice`, which chat completions or /v1/responses received."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -73,12 +73,12 @@ class ThinkingParam(RequestModel):
 
 
 class ChatRequest(StructuredRequest):
-    """A conversation to answer. The template renders the keys of tools in the client's order."""
+    """A conversation to answer. The template renders a tool's keys in the client's order."""
 
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
     messages: Messages  # At most 16,384 messages; the latest message is last.
-    # Limit of generated tokens. With 0, the server caches the prompt and returns no text.
+    # Limit of generated tokens. With max_tokens 0, the server only caches the prompt.
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
@@ -97,7 +97,7 @@ class ChatRequest(StructuredRequest):
     # Selects whether the model thinks, as in M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
-    # How much the model thinks, if the template uses the effort. "none" disables thinking.
+    # The effort sets how much the model thinks, if the template uses it. "none" disables thinking.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
     separate_reasoning: bool | None = None  # SGLang's field; false keeps the reasoning in content.
@@ -188,7 +188,7 @@ class ReasoningDetail(Struct, frozen=True):
     type: str = "reasoning.text"  # Always `reasoning.text`.
     id: str = "reasoning-text-1"  # Id of the reasoning in the message.
     format: str = "MiniMax-response-v1"  # Name of MiniMax's reasoning format.
-    index: int = 0  # Always 0: a message has at most one reasoning.
+    index: int = 0  # Always 0: a message has at most one reasoning text.
 
 
 class Message(Struct, frozen=True):
@@ -213,7 +213,7 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]  # The `n` choices in the order of `index`.
     usage: Usage  # Token counts of the prompt and all choices.
-    # Logprobs at each prompt position, with token ids as keys. The first entry is null.
+    # Prompt logprobs: one object per token, with token ids as keys, and null for the first token.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, if return_token_ids is set.
 

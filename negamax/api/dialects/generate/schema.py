@@ -63,7 +63,7 @@ class NativeRequest(EngineRequest):
 
     text: str | list[str] | None = None  # One text or up to 128 texts, instead of input_ids.
     input_ids: list[int] | list[list[int]] | None = None  # Token ids of prompts, instead of text.
-    # Sampling parameters of all prompts, or one object per prompt.
+    # `sampling_params`: one object for all prompts, or one object per prompt.
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
@@ -144,10 +144,10 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     spec_accept_token_num: int | UnsetType = UNSET  # Number of accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Fraction of draft tokens that were accepted.
     spec_accept_length: float | UnsetType = UNSET  # Mean generated tokens per step with drafts.
-    # A list [logprob, token id, text or null] per prompt token, starting at logprob_start_len.
+    # Prompt logprobs: [logprob, token id, text or null] per token from logprob_start_len on.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # One entry per answer token.
-    # The likeliest tokens at each position of the prompt.
+    # `input_top_logprobs`: the likeliest tokens at each position of the prompt.
     input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
     # The likeliest tokens at each position of the answer.
     output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
@@ -202,7 +202,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
     speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
     avg_spec_accept_length: float | None = None  # Mean generated tokens per step with drafts.
-    # Mean acceptance length that a benchmark sets; the answers become meaningless text.
+    # Simulated mean acceptance length of a benchmark, whose answers are meaningless text.
     synthetic_acceptance_length: float | None = None
 
 
@@ -211,7 +211,7 @@ class ExpertPlaces(Struct, frozen=True):
 
     # Per layer, the id of the expert in each slot. The slots of rank 0 are first.
     physical_to_logical_map: list[list[int]]
-    balancedness: float  # Mean expert load of a rank, divided by the largest expert load.
+    balancedness: float  # Mean expert load of all ranks / largest expert load of a rank.
 
 
 class ExpertDistribution(Struct, frozen=True):

@@ -21,7 +21,7 @@ _CLEAR_AT = ("never", "next_user_message")
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# First line of Claude Code's system prompt, which changes and would prevent prefix caching.
+# `_BILLING_LINE`: a changing line of Claude Code's prompts that would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -107,7 +107,7 @@ def _read_message_blocks(message: Mapping[str, Any], place: str) -> Blocks:
 
 
 def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
-    """Return whether the prompt shows a message only until the next user message."""
+    """Return whether the prompt omits `message` if a user message follows it."""
     clear_at = message.get("clear_at")
     if clear_at is not None:
         check_choice(clear_at, _CLEAR_AT, f"{place}.clear_at")
@@ -201,7 +201,7 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
 
 
 def _find_image(block: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Return the image in a block with the image's path, or None for blocks of other types."""
+    """Return the image and its path if the block is an image, else None."""
     part = find_image(block, place)
     if part is not None:
         _, _, inner = place.partition(".")
@@ -236,7 +236,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    Refusing unseen parts would end the client's session. Return a list of parts for images.
+    An error about an unseen part would end the session. With images, return a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

@@ -28,7 +28,7 @@ _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
-    """Refuse the field `thread`. With a thread, `messages` contains only a part of a conversation.
+    """Refuse the field `thread`. A request with a thread sends only a part of the conversation.
 
     Clients recognize the error code and continue without a thread.
     """
@@ -46,7 +46,7 @@ class ThinkingConfig(RequestModel):
     # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Limit of thinking tokens.
-    # With "omitted", only the signature contains the thinking; other values show the thinking.
+    # With display "omitted", only the signature contains the thinking; other values show it.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -78,7 +78,7 @@ class CountRequest(TurnRequest):
     thinking: ThinkingConfig | None = None  # Whether and how much the model thinks.
     output_config: OutputConfig = OutputConfig()  # Reasoning effort, and format of the text.
     output_format: dict[str, Any] | None = None  # The earlier name of output_config.format.
-    # The server refuses this field with an error code that makes clients send all messages.
+    # The server refuses `thread` with an error code that makes clients send all messages.
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
@@ -182,7 +182,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     role: str = "assistant"  # Author of the message.
     model: str  # Model name that the request used.
     content: list[ContentBlock]  # Blocks in the order of generation.
-    # One of end_turn, max_tokens, model_context_window_exceeded, stop_sequence and tool_use.
+    # Stop reason: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
     usage: MessageUsage  # Token counts of the prompt and the answer.
@@ -209,7 +209,7 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 
 
 class StopDelta(Struct, frozen=True):
-    # One of end_turn, max_tokens, model_context_window_exceeded, stop_sequence and tool_use.
+    # Stop reason: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
 

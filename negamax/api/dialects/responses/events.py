@@ -49,7 +49,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         keep: Callable[[items.ResponseAnswer], None],
         request_id: str,
     ) -> None:
-        """`blank` is the response without an answer. `new_id` makes an item id from an id prefix.
+        """`blank` is the response without output. `new_id` makes an item id from an id prefix.
         `keep` stores the final state of a streamed response before the client receives this state.
         """
         super().__init__(blank.id, started)

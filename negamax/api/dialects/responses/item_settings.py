@@ -18,7 +18,7 @@ class Settings:
     """A request whose settings include the changes by its items.
 
     `later` contains the names of tools that the prompt does not show at its start. `notes` maps the
-    number of an item that adds tools to the text that describes these tools.
+    index of an item that adds tools to the text that describes these tools.
     """
 
     params: ResponsesRequest
@@ -32,10 +32,10 @@ def apply_settings(
     """Apply the changes in `items` to the request. `items` has pairs of a path and an item.
 
     A tool is added if no other tool has its name. The start of the prompt shows the declared tools
-    and the tools of items before the first user message. If the start would show no tools, it shows
-    the tools that are added first, because the template describes the format of calls there. Later
-    tools are shown where an item adds them, to keep cached prefixes valid. A tool search shows the
-    tools with `defer_loading` that it finds. The last reasoning effort and text format apply.
+    and the tools of items before the first user message. A start without tools shows the tools that
+    are added first, because the template describes the format of calls there. Later tools are shown
+    where an item adds them, to keep cached prefixes valid. A tool with `defer_loading` is shown
+    where a tool search finds it. The last effort and text format in `items` apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]

@@ -140,7 +140,7 @@ class _Prepared:
     request: ApiRequest[ResponsesRequest]  # `num_bytes` includes referenced items
     parent: StoredTurn | None  # The turn that the request continues.
     input_items: bytes  # Input items of this request only, as JSON for the store.
-    in_effect: ResponsesRequest  # The request after its items changed settings.
+    in_effect: ResponsesRequest  # The request with the settings that its input items changed.
     turn: Turn
 
 
@@ -151,7 +151,7 @@ class _Responses:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # response id -> event, set when it is fetched
+        self._awaited: dict[str, asyncio.Event] = {}  # response id -> event that its fetch sets
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )
@@ -285,7 +285,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Generate a response in the background. Store its final state if it was not deleted."""
+        """Generate a background response, and store its final state unless it was deleted."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:

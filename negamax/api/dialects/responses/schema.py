@@ -106,13 +106,13 @@ class ResponsesRequest(TurnRequest):
     background: bool = False  # Answer in the background; requires store=true.
     max_output_tokens: int | None = Field(default=None, ge=1)  # Limit of generated tokens.
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
-    # At most 1,024 functions, custom tools, namespaces, and other tools that clients run.
+    # Tools: at most 1,024 functions, custom tools, namespaces, and other tools that clients run.
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
     parallel_tool_calls: bool = True  # False allows at most one call per answer.
     reasoning: ReasoningConfig = ReasoningConfig()  # Reasoning effort and kind of summary.
     text: TextConfig = TextConfig()  # Format of the answer.
-    # The values reasoning.encrypted_content and message.output_text.logprobs add output fields.
+    # `include`: reasoning.encrypted_content and message.output_text.logprobs add output fields.
     include: list[str] = Field(default_factory=list)
     # Number of likely tokens per position. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)

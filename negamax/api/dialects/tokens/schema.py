@@ -95,7 +95,7 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeAnswer(Struct, frozen=True):
-    """The text of the tokens. For several lists of tokens, each field is a list of texts."""
+    """The text of the tokens. For several lists of tokens, `prompt` and `text` are lists."""
 
     prompt: str | list[str]  # The decoded text. vLLM has the same field.
     text: str | list[str]  # The decoded text. SGLang has the same field.
