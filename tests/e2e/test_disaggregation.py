@@ -284,22 +284,32 @@ def test_index_keys_and_drafts_move_too(tmp_path: Path) -> None:
         assert min(accepted) > 0
 
 
-def test_unequal_tensor_parallel_sizes_in_both_directions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "large", "small"), [("nano", 2, 1), ("nano", 4, 2), ("nano-m3", 4, 2)]
+)
+def test_unequal_tensor_parallel_sizes_in_both_directions(
+    model: str, large: int, small: int, tmp_path: Path
+) -> None:
+    length = 2500 if model == "nano-m3" else 500  # nano-m3 selects 4 blocks of 128
     with serving_pair(
         tmp_path,
         "--dtype=float32",
-        first=("--tensor-parallel-size=2",),
+        "--max-model-len=3072",
+        first=(f"--tensor-parallel-size={large}",),
+        second=(f"--tensor-parallel-size={small}",),
         roles=("kv_both", "kv_both"),
-    ) as (two, one):
-        for source, target in ((two, one), (one, two)):
-            body = {"prompt": tokens(3, 500), "max_tokens": 8, "temperature": 0}
+        model=model,
+    ) as pair:
+        for source, target in (pair, pair[::-1]):
+            body = {"prompt": tokens(3, length), "max_tokens": 8, "temperature": 0}
             body["cache_salt"] = source.url
             apart, alone = (
                 run_apart((source, target), COMPLETIONS, body),
                 run_alone(target, COMPLETIONS, body),
             )
             assert apart["choices"] == alone["choices"]
-            assert target.gauge("negamax:pulled_kv_blocks_total") == 31
+            size = 128 if model == "nano-m3" else 16
+            assert target.gauge("negamax:pulled_kv_blocks_total") == (length - 1) // size
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
