@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -360,6 +360,34 @@ def test_a_start_without_nixl_is_refused(tmp_path: Path) -> None:
         EngineLanes(tmp_path / "a", 1, None, NIXL)
     with pytest.raises(ConfigError, match=r"No module named 'nixl' \(install negamax\[pd\]"):
         check_nixl(None)
+
+
+@pytest.mark.parametrize(
+    ("transport", "lane", "is_allowed"),
+    [
+        ("rdma", "48% on rc_mlx5/mlx5_0:1 and 52% on rc_mlx5/mlx5_1:1", True),
+        ("rdma", "tcp/eth0", False),
+        ("shm", "cma/memory", True),
+        ("shm", "tcp/lo", False),
+    ],
+)
+def test_the_last_row_of_ucxs_table_is_the_lane(
+    transport: str, lane: str, is_allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a log that has UCX's form, because few machines have RDMA or NIXL."""
+    table = f"""remote memory write by ucp_put* from host memory to host |
+| 0..inf | zero-copy | tcp/eth1 |
+remote memory read by ucp_get*(multi) into host memory from host |
+| 0..8184  | copy-out  | tcp/eth1 |
+| 8185..inf | zero-copy | {lane}  |"""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{table}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("UCX_TLS", "all")  # so that the value is restored after the test
+    monkeypatch.setattr(nixl_probe.sys, "executable", str(program))
+    expected = nullcontext() if is_allowed else pytest.raises(ConfigError, match=f"by {lane} ")
+    with expected:
+        check_nixl(transport)
 
 
 @needs_nixl
