@@ -30,14 +30,14 @@ _BOUNDS: dict[str, list[float]] = {
 
 
 class Histogram:
-    """The number of values per bucket, and their sum. Only one event loop writes each row."""
+    """The number of values per bucket, and the sum of all. Only one event loop writes each row."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 
     def __init__(
         self, bounds: Sequence[float], *, numbers: SharedNumbers, index: int, start: int
     ) -> None:
-        """`bounds` are the sorted upper bounds of the buckets. A last bucket counts larger values.
+        """`bounds` are the sorted upper bounds of the buckets. A further bucket has no upper bound.
 
         From column `start`, row `index` of `numbers` has the bucket counts, then the sum of values.
         """

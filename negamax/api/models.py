@@ -56,7 +56,7 @@ def make_models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
-        """List all model names. A client that sends `client_version` also gets Codex's format."""
+        """List all model names. If the client sends `client_version`, add Codex's model list."""
         is_codex = "client_version" in request.query_params
         return build_json_response(
             ModelList(

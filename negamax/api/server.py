@@ -120,7 +120,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
     """Return the socket family and the address to listen on.
 
-    Raises `ConfigError` for an unknown host, and for a host that needs an API key if there is none.
+    Raises `ConfigError` for an unknown host, or if the host needs an API key and no key is set.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)

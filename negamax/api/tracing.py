@@ -1,7 +1,7 @@
 """Send traces of requests to an OpenTelemetry collector (`--otlp-traces-endpoint`).
 
 Each request to the engine is one span, named as in vLLM. A thread of the SDK sends spans in batches
-and drops spans that it cannot send. OpenTelemetry is imported only here, if the option is set.
+and drops spans that it cannot send. Without the option, OpenTelemetry is not imported.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ def _subtract(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps only the latest failure message of the SDK, which logs one per failed batch."""
+    """Keeps only the latest failure message of the SDK, which logs a message per failed batch."""
 
     def __init__(self) -> None:
         super().__init__()

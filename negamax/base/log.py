@@ -58,7 +58,7 @@ def setup_as_parent() -> None:
 
 
 def settings(replica: int | None = None) -> str:
-    """Return the value of `CHILD_VARIABLE` for a child of `replica`; None selects this replica."""
+    """Return the value of `CHILD_VARIABLE` for a child of `replica` (default: this replica)."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()

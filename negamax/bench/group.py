@@ -31,7 +31,7 @@ class Group:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Return the sequences per step, `num_requests` divided by the number of stages."""
+        """Return the sequences per step, `num_requests` divided by the pipeline stages."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:
@@ -52,7 +52,7 @@ class Group:
         return sum(counts) / len(counts) if any(counts) else None
 
     def stage_milliseconds(self, answers: Sequence[DebugResult]) -> list[float]:
-        """Return the step time of the slowest rank of each stage; [] if a rank has no time."""
+        """Return the step time of each pipeline stage's slowest rank; [] if a rank has no time."""
         slowest: dict[int, float] = {}
         for rank, answer in enumerate(answers):
             if answer.number is None:

@@ -1,9 +1,9 @@
 """`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size, the command runs four batches. The first, short batch warms up, and the second
-counts the selected experts. A batch of one output token measures the prefill time, and a batch of
-`output_len` tokens measures decoding. The time per output token is the time of the last batch after
-all requests have their first token, divided by `output_len - 1`.
+For each batch size, the command runs four batches. The first batch is a short warm-up, and selected
+experts are counted in the second batch. A batch of one output token measures the prefill time, and
+a batch of `output_len` tokens measures decoding. The time per output token is the time of the last
+batch after all requests have their first token, divided by `output_len - 1`.
 
 With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
 steps after long contexts.

@@ -389,7 +389,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` one by one, then delete the records. Raises `NegamaxError` if all fail."""
+    """Run `sessions` one by one, delete records. Raises `NegamaxError` if all sessions fail."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):
@@ -411,7 +411,7 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """Yield start times of sessions in seconds. Gaps are gamma-distributed with mean 1 / rate.
+    """Yield start times of sessions in seconds, with gamma-distributed gaps of mean 1 / rate.
 
     A burstiness of 1 gives a Poisson process; lower values give bursts.
     """

@@ -55,9 +55,9 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` if servers of `results` have different settings, which it lists.
+    """If servers of `results` have different settings, raise a `ConfigError` that lists them.
 
-    Results of other servers have no settings and are accepted.
+    Results without settings, such as vLLM's, are accepted.
     """
     shapes = [shape for result in results if isinstance(shape := result.get(SHAPE), dict)]
     fields = sorted({key for shape in shapes for key in shape} - {HASH})

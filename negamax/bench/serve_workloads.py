@@ -77,7 +77,7 @@ class TextScale:
     overhead: int = 0  # tokens of an empty prompt, for example from a chat template
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
-        """Convert tokens to characters. For a `whole_prompt`, subtract `overhead` tokens first."""
+        """Convert tokens to characters, without the `overhead` tokens if `whole_prompt` is set."""
         num_tokens -= self.overhead if whole_prompt else 0
         return max(1, round(num_tokens / self.tokens_per_char))
 

@@ -68,7 +68,7 @@ async def exchange(
 
 
 def read_object(answer: WholeResponse) -> dict[str, Any]:
-    """Return the JSON object in an answer. Raises `CheckFailure` for other answers."""
+    """Return the JSON object in an answer. Raises `CheckFailure` if there is no object."""
     found = answer.read()
     if isinstance(found, dict):
         return found

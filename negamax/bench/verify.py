@@ -37,7 +37,7 @@ _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)
 
 @dataclass
 class VerifyRow:
-    """A row of the report: numbers of passed and of all answers or checks."""
+    """A row of the report: the number of answers or checks, and how many of them passed."""
 
     name: str
     passed: int = 0

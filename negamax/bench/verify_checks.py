@@ -60,7 +60,7 @@ def read_own_cases() -> list[Case]:
 
 
 def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, str, Check]]:
-    """Yield (group, name, check). `thinking` is switchable, forced, or any, which allows both."""
+    """Yield (group, name, check). `thinking`: switchable, forced or any (either allowed)."""
     bodies = {case["name"]: case["body"] for case in cases}
     for case in cases:
         way = ", stream" if case["body"]["stream"] else ""

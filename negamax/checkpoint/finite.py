@@ -69,7 +69,7 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Record whether a part of the matrix `name` has only zeros (`zeros` is not None)."""
+        """Record a part of the matrix `name`; `zeros` is None unless the part has only zeros."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
@@ -80,7 +80,7 @@ class FiniteCheck:
         """Raise `CheckpointError` if a tensor is broken.
 
         The message lists tensor names, the number of broken values and the index of the first
-        broken value. `check_zeros` may also raise this error.
+        broken value. Also raises the errors of `check_zeros`.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, part in enumerate(self._parts):

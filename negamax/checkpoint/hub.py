@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
     """Return the folder of MODEL if it is a path or a bundled name, or None if it is a hub id.
 
-    Raises `ConfigError` for any other MODEL. The error suggests a similar name.
+    Raises `ConfigError`, which suggests a name, if MODEL is no path, bundled name or hub id.
     """
     if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
         return embedded

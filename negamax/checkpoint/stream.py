@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the ranges `part` of a tensor from `found`, which contains its ranges `whole`."""
+    """Return the ranges `part` of a tensor; `found` contains the tensor's ranges `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)

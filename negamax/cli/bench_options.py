@@ -71,7 +71,7 @@ def write_json(file: Path | None, document: object) -> None:
 
 
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read text such as '1,4,16' as different numbers. Raises `ConfigError` with `flag`."""
+    """Read text such as '1,4,16' as distinct numbers. Raises `ConfigError` with `flag`."""
     return tuple(dict.fromkeys(parse_numbers(text, flag=flag)))
 
 

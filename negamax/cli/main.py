@@ -141,7 +141,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """Reword Typer's error as one line. Add an invalid value's source, or a similar command."""
+    """Reword Typer's error as one line with an invalid value's source or a similar command."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:

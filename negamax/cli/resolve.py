@@ -225,7 +225,7 @@ def _unknown_variables(names: OptionNames) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace options of other servers by options of Negamax, unless these are given themselves."""
+    """Replace other servers' options by Negamax's, unless the Negamax option is given, too."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -268,7 +268,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Return each option's value from its last source in `levels`, or from all if values add up."""
+    """Take each option's value from the last level that has one, or join all if values add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

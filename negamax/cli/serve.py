@@ -41,7 +41,7 @@ def check(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _check_line(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Run the checks of a start, except those of the model's folder if it is on another machine."""
+    """Run the checks of a start. If the model's folder is on another machine, skip its checks."""
     if engine.model.startswith(("/", "./", "~")) and not Path(engine.model).expanduser().exists():
         print(f"note: the folder {engine.model} is not on this machine", file=sys.stderr)
         check(engine=dataclasses.replace(engine, model=next(iter(EMBEDDED))), server=server)

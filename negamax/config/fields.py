@@ -1,7 +1,7 @@
 """Read the fields of a checkpoint's config.json that all model families have.
 
-Fields that change the computation must have a supported value. The error for any other value lists
-the field, the value found and the allowed values.
+Fields that change the computation must have a supported value. The error for an unsupported value
+lists the field, the value found and the allowed values.
 """
 
 from collections.abc import Mapping, Sequence, Set

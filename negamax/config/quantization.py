@@ -75,11 +75,11 @@ def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpe
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the file in `folder` with the rotation of the residual stream, or None without it.
+    """Return the file in `folder` with the residual stream's rotation, or None without a rotation.
 
     ModelSlim's description or the config.json of a converted checkpoint contains the file name
-    (`checkpoint/quarot.py`). Raises `ConfigError` if the file is not a safetensors file inside the
-    folder, or if `read_quantization` raises it.
+    (`checkpoint/quarot.py`). Raises the errors of `read_quantization`, and `ConfigError` if the
+    file is not a safetensors file inside the folder.
     """
     described = read_quantization(config, folder)
     found: object = described and described.fields

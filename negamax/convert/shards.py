@@ -1,9 +1,9 @@
 """Checkpoints that are split for ranks. Each rank has files with its part of every tensor.
 
 A part never splits an entry, such as a scale that several weights share. In both dimensions, a part
-begins and ends at multiples of `TensorFormat.width_unit`, so every kind of device can use it. If
-two ranks need rows or columns of an entry, both store it. If a rank reads no part of a tensor, its
-files list the tensor with size 0, because the loader reports unlisted tensors as missing.
+begins and ends at multiples of `TensorFormat.width_unit`, so every kind of device can use it. A
+rank that needs a row or column of an entry stores the entry. If a rank reads no part of a tensor,
+its files list the tensor with size 0, because the loader reports unlisted tensors as missing.
 """
 
 import json
@@ -74,7 +74,7 @@ class Shard:
                 yield planned, stored[planned.name.rpartition(".")[2]].part(region)
 
     def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
-        """Return header metadata with shape and offset of each tensor that is stored in part."""
+        """Return header metadata with shape and offset of each tensor that is split."""
         parts = {
             planned.name: (planned.shape, [part.start for part in held])
             for piece in pieces

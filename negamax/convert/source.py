@@ -1,4 +1,4 @@
-"""The source of a conversion. Files are checked as by the loader, and weights read one by one."""
+"""Read the source of a conversion: check files as the loader does, read weights one by one."""
 
 import math
 import re

@@ -56,7 +56,7 @@ def get_cache_salt(request: ApiRequest[EngineRequest]) -> str:
 
 
 def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
-    """Refuse sampling parameters that are out of range, before other work on the request."""
+    """Refuse sampling parameters that are out of range."""
     info = context.engine.info
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
 

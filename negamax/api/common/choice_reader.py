@@ -106,7 +106,7 @@ class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Only the request's handler changes this object.
 
     If a request has stop strings, the engine's client calls this reader as a `TextReader` to find
-    the stop strings. The outputs of the engine's client then contain the reader's parser events.
+    the stop strings, and adds the reader's parser events to the outputs.
     """
 
     def __init__(

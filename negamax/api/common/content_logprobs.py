@@ -61,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Match `text`, the next part of `block`. Return the logprobs if `block` is content."""
+        """Return the logprobs of `text`, the next part of `block`; [] if `block` is not content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -74,7 +74,7 @@ class ContentLogprobs:
         return entries
 
     def list_tokens(self, block: Block) -> list[ChatLogprob]:
-        """Return the logprobs of a block so far. Callers must pass the blocks in answer order."""
+        """Return the logprobs of all parts of `block`. Pass the blocks in answer order."""
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
         return self._of_block.get(block.index, [])
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of `text`, the next part of a block, and remove earlier tokens."""
+        """Return the tokens of `text`, and drop all tokens that begin before the end of `text`."""
         # A truncated answer may end within a character, whose bytes then become U+FFFD.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()

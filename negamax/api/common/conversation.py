@@ -96,7 +96,7 @@ class PromptBuilder:
         cache_salt: str = "",
         needs_pixels: bool = True,
     ) -> ChatPrompt:
-        """Build the prompt of `conversation`, whose size is about `num_bytes`.
+        """Build the prompt of `conversation`. `num_bytes` is about the size of the conversation.
 
         Without `needs_pixels`, the prompt has image tokens but no pixels. Raises the errors of
         `ImageLoader.load`, and `InvalidRequestError` if messages or the template are unusable.

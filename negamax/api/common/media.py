@@ -1,8 +1,8 @@
 """Download images from hosts that the operator allows, without reaching private networks.
 
-The server resolves a host name once, requires that all its addresses are public, and connects to
-one of these addresses. Downloads use no redirects, proxies, cookies or compression. Errors do not
-contain response bodies.
+The server resolves a host name once, requires that all addresses of the host are public, and
+connects to one of these addresses. Downloads use no redirects, proxies, cookies or compression.
+Errors do not contain response bodies.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Sign thinking blocks. Clients send a signature back with the thought or instead of it.
+"""Sign thinking blocks. Clients send back a thought with its signature, or only the signature.
 
 The signature of a shown thought is a MAC of its text. All servers of a model compute equal MACs.
 The signature of a hidden thought contains the compressed thought, so that the next request returns
@@ -34,7 +34,7 @@ class ThoughtSigner:
         ).decode()
 
     def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
-        """Return the thought within `signature` and its size in bytes, at most `max_bytes` + 1.
+        """Return the thought within `signature`, and at most `max_bytes` + 1 as the thought's size.
 
         The thought is None if the signature has no thought or comes from another model.
         """
@@ -64,7 +64,7 @@ class HiddenThoughts:
         self.shows_earlier = shows_earlier
 
     def unpack(self, signature: str, *, param: str) -> str | None:
-        """Return the thought within `signature`, or None. `param` is the path of the signature.
+        """Return the thought within `signature`, or None. `param` is the signature's JSON path.
 
         Raises `ContextLengthError` if all thoughts of the request together are too long.
         """

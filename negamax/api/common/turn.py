@@ -320,7 +320,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         return reason if isinstance(reason, str) else None
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """Return and clear the collected logprobs, which are empty if none were requested."""
+        """Return and clear the collected logprobs; [] if the client requested no logprobs."""
         taken, self._logprobs = self._logprobs, []
         return taken
 

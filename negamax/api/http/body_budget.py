@@ -13,7 +13,7 @@ _STATE = "body_share"  # Key of the `BodyShare` in a request's state.
 class BodyBudget:
     """The bytes of memory that request bodies may use. Only the event loop changes this object.
 
-    With several API keys, a key's requests must not reserve more bytes than remain free.
+    If there are several API keys, a key's requests must not reserve more bytes than remain free.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -40,7 +40,7 @@ class BodyShare:
     """The bytes that one request reserves. Only the request's handler changes this object."""
 
     def __init__(self, budget: BodyBudget, scope: Scope) -> None:
-        """Store this object in the state of `scope`, whose tenant reserves the bytes."""
+        """Store this object in the state of `scope`, and reserve bytes for the state's tenant."""
         state = scope.setdefault("state", {})
         state[_STATE] = self
         self._budget = budget

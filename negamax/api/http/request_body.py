@@ -77,7 +77,7 @@ async def read_request(
 ) -> tuple[RequestT, int]:
     """Parse a JSON body into `model`. Return the request and the size of its fields in bytes.
 
-    Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
+    Release memory reserved for fields that `model` lacks. Raises the errors of `decode_request`.
     """
     params, num_bytes = await decode_request(await receive(request, limits), model, limits)
     if share := get_share(request):
@@ -149,7 +149,7 @@ def _decode_fields(
 ) -> tuple[dict[str, object], int]:
     """Decode the fields in `body`, and return the size in bytes of the fields that `model` has.
 
-    The values of other fields are only checked for valid syntax.
+    Fields that `model` lacks are only checked for valid syntax.
     """
     try:
         fields, is_mended = _split_fields(body)

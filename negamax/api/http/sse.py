@@ -69,7 +69,7 @@ async def wait_for_first_output(
 ) -> None:
     """Start `source` and wait for its first output, so that an early error sets the HTTP status.
 
-    The wait ends after `seconds`, or has no time limit with None. Later errors become events.
+    The wait ends after `seconds` (None: no time limit). Later errors become events.
     """
     try:
         with suppress(TimeoutError):

@@ -52,7 +52,7 @@ def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes
     """Return the password of Basic credentials, which the user entered in a dialog of the browser.
 
     Browsers add Basic credentials even to requests by pages of other sites. The server accepts
-    Basic credentials only for files of the page, or with a header that other sites cannot send.
+    Basic credentials only for page files or with a header that pages of other sites cannot send.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")
@@ -103,7 +103,7 @@ class _File:
 
 
 def make_playground_router() -> APIRouter:
-    """Build one route per file, so that no request can read other files."""
+    """Build one route per page file, so that requests can read only these files."""
     router = APIRouter()
     for address, path in _FILES.items():
         router.add_route(address, _File.read(path).answer, methods=["GET"])

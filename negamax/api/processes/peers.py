@@ -86,7 +86,7 @@ class PeerClient:
         )
 
     def owner_route(self, parameter: str) -> type[APIRoute]:
-        """Make a route class that relays a request to the process that made its id `parameter`."""
+        """Make a route class that relays a request to the process that made the id `parameter`."""
         peers = self
 
         class OwnerRoute(APIRoute):

@@ -45,7 +45,7 @@ class ServerRank:
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
     def owner_of(self, name: str | None) -> int:
-        """Return the index of the process that made an id, or of this process for other ids."""
+        """Return the index of the process that made `name`, or `self.index` if none made `name`."""
         mark = (name or "")[-_MARK_DIGITS:]
         if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index

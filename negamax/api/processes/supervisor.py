@@ -69,7 +69,7 @@ class ServerSupervisor:
         return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
-        """Wait until all processes answer or this one ends. A failure raises `EngineDeadError`."""
+        """Wait until all processes answer or the server ends, or raise `EngineDeadError`."""
         for index in range(1, self._rank.count):
             while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
                 if self.failed.done():

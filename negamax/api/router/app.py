@@ -92,7 +92,7 @@ class RouterApp:
         max_body_bytes: int,
         bootstrap_ports: Mapping[str, int | None] | None = None,
     ) -> None:
-        """`bootstrap_ports` by the URL of a prefilling server selects SGLang's protocol."""
+        """With `bootstrap_ports` (prefilling server's URL -> port), use SGLang's protocol."""
         self._ports = bootstrap_ports or {}
         self._pool, self._prefillers, self._lifecycle = pool, prefillers, lifecycle
         self._max_body_bytes = max_body_bytes
@@ -171,7 +171,7 @@ class RouterApp:
         )
 
     async def _place(self, request: RoutedRequest) -> Response:
-        """Find the blocks of the prompt if servers publish theirs, and relay the request."""
+        """If servers publish KV events, find the blocks of the prompt. Relay the request."""
         server = self._pick_renderer(request)
         if server is not None:
             headers, body = request.headers, request.body
@@ -183,7 +183,7 @@ class RouterApp:
         return await self._relay(request)
 
     def _pick_renderer(self, request: RoutedRequest) -> RoutedServer | None:
-        """Return the server to ask for the blocks of a prompt, or None if they have no use."""
+        """Return the server to ask for the blocks of a prompt; None if the blocks have no use."""
         prompt, path = request.prompt, request.path
         if path not in _BLOCK_PATHS or not prompt.fields or _PREVIOUS in prompt.fields:
             return None
@@ -231,8 +231,8 @@ class RouterApp:
     async def _begin_answer(
         self, call: OpenCall, request: RoutedRequest
     ) -> Exchange | RelayedAnswer:
-        """Let a prefilling server compute the prompt, and begin the answer of the server of `call`,
-        which in SGLang's protocol gets the request at the same time.
+        """Let a prefilling server compute the prompt, and begin the answer of the server of `call`.
+        In SGLang's protocol, the prefilling server and the server of `call` start together.
 
         If a prefilling server refuses the request, return its answer. If all prefilling servers
         fail, the server of `call` computes the prompt.
@@ -295,8 +295,8 @@ async def _compute(
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body, before which the router may
-    try another server. Raises `UnavailableError` if the server does not answer.
+    """Send a request and wait for the first bytes of the answer's body. Raises `UnavailableError`
+    if the server does not answer, so that the router can try another server.
     """
     call.exchange = await call.server.send(
         request.method, request.target, headers=request.headers, body=body

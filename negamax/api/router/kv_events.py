@@ -62,7 +62,7 @@ class BlockIndex:
         return next(absent, len(block_hashes))
 
     def reset(self) -> None:
-        """Forget all blocks, and accept a batch with any number."""
+        """Forget all blocks, and accept a batch with any sequence number."""
         self._levels, self.next_number = {}, None
 
     def lose(self, problem: str) -> None:
@@ -75,7 +75,7 @@ class BlockIndex:
         self.reset()
 
     def apply(self, number: int, payload: bytes) -> None:
-        """Apply the batch of events with this number."""
+        """Apply `payload`, the batch of events with sequence number `number`."""
         if self.next_number not in (None, number):
             self.lose(f"batches {self.next_number} to {number - 1} are missing")
         self.next_number = number + 1
@@ -215,8 +215,8 @@ class _Feed:
     def _restart(self) -> None:
         """Forget the blocks of a server that was lost or has a new engine, and replay all events.
 
-        The replay contains the live events that are dropped here. Without a replay, the index only
-        lacks their blocks.
+        The replay contains the live events that are dropped here. Without a replay, the index lacks
+        the blocks of the dropped events.
         """
         self._end_replay()
         self.index.is_live = False

@@ -90,8 +90,8 @@ def build_prefill_body(fields: Fields) -> bytes:
 
 
 def build_room_body(fields: Fields, url: str, ports: Mapping[str, int | None]) -> bytes:
-    """Return the body by which a decoding server finds the prompt at the prefilling server `url`.
-    Both servers get this body.
+    """Return the body for the prefilling server `url` and for the decoding server. The body
+    contains the address at which the decoding server finds the prompt.
     """
     room, host = secrets.randbits(_ROOM_BITS), urlsplit(url).hostname
     address = {"bootstrap_host": host, "bootstrap_port": ports[url], ROOM: room}
@@ -99,7 +99,7 @@ def build_room_body(fields: Fields, url: str, ports: Mapping[str, int | None]) -
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
-    """Add PARAMS of a prefilling server's answer to the body. If PARAMS is missing, return None."""
+    """Copy `kv_transfer_params` from `answer` to the body. Return None if the field is missing."""
     try:
         params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
     except (msgspec.MsgspecError, RecursionError):

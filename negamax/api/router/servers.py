@@ -82,7 +82,7 @@ class RoutedServer:
         return is_live and time.monotonic() >= self._next_ask
 
     async def find_blocks(self, path: str, *, headers: Headers, body: bytes) -> PromptBlocks | None:
-        """Ask the server for the blocks of a prompt. Return None if it does not answer in time."""
+        """Return a prompt's blocks from the server; None if the server does not answer in time."""
         target = f"{path}/kv_blocks".encode()
         try:
             async with asyncio.timeout(_BLOCKS_SECONDS):
@@ -215,7 +215,7 @@ class OpenCall:
 
 
 def _count_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Count the common leading blocks. Equal hashes mean that all earlier blocks are equal, too."""
+    """Count the equal leading hashes. Equal hashes mean that all earlier blocks are equal, too."""
     places = range(min(len(left), len(right)))
     return bisect_left(places, True, key=lambda at: left[at] != right[at])
 
@@ -230,7 +230,7 @@ class ServerPool:
         role: str,
         indexes: Mapping[str, Sequence[BlockIndex]] | None = None,
     ) -> None:
-        """`indexes` by the URL of a server follow the KV events of the server's caches."""
+        """`indexes` maps a server's URL to the indexes that follow the KV events of its caches."""
         numbers = SharedNumbers(NUM_COLUMNS * len(addresses))
         self._prefixes = PrefixTable(SharedNumbers(MAX_BLOCKS, num_rows=len(addresses)))
         self.servers = [
@@ -282,7 +282,7 @@ class ServerPool:
         return OpenCall(server, prompt, 0 if is_computed else num_pending)
 
     def pick_renderer(self, prompt: RoutedPrompt) -> RoutedServer | None:
-        """Return the server to ask for the blocks of a prompt, or None if they have no use.
+        """Return the server to ask for the blocks of a prompt, or None if the blocks have no use.
 
         The server that got the longest prefix before has probably cached the prefix's tokens.
         """

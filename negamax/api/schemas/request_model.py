@@ -4,9 +4,9 @@ In every object of a request, `null` means that a field is left out, and a numbe
 integer. A field in `ignored_fields` has no effect. A field in `unsupported_fields` may have the
 value false, 0, "" or []. Another value of an unsupported field is refused with a reason.
 
-An unknown field is refused as misspelt if its name resembles a known field that was not sent. Other
-unknown fields are ignored, because clients send fields of other servers. Only the first wrong
-element of a list is reported. The length of a list is checked before its elements.
+An unknown field is refused as misspelt if its name resembles a known field that was not sent, and
+otherwise ignored, because clients send fields of other servers. Only the first wrong element of a
+list is reported. The length of a list is checked before its elements.
 
 `SamplingParams.check` checks ranges, so that the server and the `LLM` class refuse the same values.
 """

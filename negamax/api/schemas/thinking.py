@@ -34,7 +34,7 @@ class ThinkingChoice:
     budget: int | None = None  # in tokens
 
     def mode_for(self, template: ChatTemplate) -> str | None:
-        """Return the thinking mode. Effort "minimal" disables thinking if `template` can do so."""
+        """Return the thinking mode. Effort "minimal" disables thinking if `template` has modes."""
         if self.mode is not None:
             return self.mode
         if self.effort == "none" or self.budget == 0:

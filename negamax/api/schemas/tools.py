@@ -123,7 +123,7 @@ def read_allowed_tools(
     """Return the mode of a `tool_choice` of type "allowed_tools", and the path of each tool name.
 
     The choice may have the format of chat completions or of /v1/responses. If `named_by_type`
-    contains a tool's type, the type is its name. `may_run_elsewhere` permits other types.
+    contains a tool's type, the type is the tool's name. `may_run_elsewhere` permits other types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:

@@ -111,7 +111,7 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse a request if its tenant would use more of the queue than it leaves free."""
+        """Refuse a request if its tenant would use more of the queue than would remain free."""
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open

@@ -209,11 +209,11 @@ class AsyncEngine:
     ) -> OpenRequest:
         """Admit a request to continue a prompt. The caller must run or close the `OpenRequest`.
 
-        The outputs of the request's `n` choices arrive interleaved. Outputs have at least
-        `interval` tokens. `data_parallel_rank` is an index in the ranks of all replicas; None
-        allows any rank. `deadline` is in monotonic seconds. Each choice may have a reader in
-        `readers` that finds stop strings; without readers, a stop string anywhere ends the choice.
-        `lease_id`, `remote` and `images` are fields of `GenerateRequest`. Raises
+        The outputs of the request's `n` choices arrive interleaved. Outputs except a choice's first
+        and last have at least `interval` tokens. `data_parallel_rank` is an index in the ranks of
+        all replicas; None allows any rank. `deadline` is in monotonic seconds. Each choice may have
+        a reader in `readers` that finds stop strings; without readers, a stop string anywhere ends
+        the choice. `lease_id`, `remote` and `images` are fields of `GenerateRequest`. Raises
         `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
@@ -299,7 +299,7 @@ class AsyncEngine:
 
     async def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
         """Let each rank of each replica record its next steps in a trace file whose name starts
-        with `path`; if it is None, write the started trace. Raises `InvalidRequestError`.
+        with `path`; if `path` is None, write the started trace. Raises `InvalidRequestError`.
         """
         self.check_alive()
 

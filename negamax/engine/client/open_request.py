@@ -138,7 +138,7 @@ class OpenRequest:
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent to the engine; `Replica.abort` aborts the others."""
+        """End the choices that were not sent to the engine; `Replica.abort` aborts sent choices."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:

@@ -155,7 +155,7 @@ class ChoiceStream:
     def _push_until_stop(
         self, token_ids: Sequence[int], events: list[ParserEvent] | None
     ) -> tuple[list[TextPiece], int]:
-        """Return the text up to a stop string and this text's number of tokens; extend `events`."""
+        """Return text and number of tokens up to a stop string; add parser events to `events`."""
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push([token_id])

@@ -20,7 +20,7 @@ TAG_SHIFT = 16  # A stored hash has 64 - TAG_SHIFT bits, because a float64 store
 
 
 class ReplicaLoad:
-    """The load that all server processes put on one replica. Each process writes its own row."""
+    """The load that all server processes put on one replica. Each server process writes one row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
         """Read the replica's columns of `numbers`; write these columns only in row `index`."""

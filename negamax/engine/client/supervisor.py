@@ -84,9 +84,9 @@ class EngineSupervisor:
     ) -> "EngineSupervisor":
         """Start the engine processes, which run `module`, and wait until all engines are ready.
 
-        The engines serve this process, whose client is `engine`, and `num_servers` - 1 others.
-        `parent` is the heartbeat of this process; if it stops, the engine kills this process. If an
-        engine refuses to start, end all engines and raise `ConfigError` with its message.
+        The engines serve `num_servers` processes, including this process with the client `engine`.
+        If the heartbeat `parent` of this process stops, the engines kill this process. If an engine
+        refuses to start, end all engines and raise `ConfigError` with the engine's message.
         """
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]

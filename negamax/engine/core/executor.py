@@ -244,7 +244,7 @@ class LocalRanks(RankHost):
 
 
 class MultiProcessExecutor:
-    """Runs plans in rank processes. Of ranks with the same plans, one sends the results."""
+    """Runs plans in rank processes. Among ranks that run the same plans, one rank sends results."""
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class MultiProcessExecutor:
         self._close(timeout=SHUTDOWN_SECONDS, restarts=restarts)
 
     def _close(self, *, timeout: float, restarts: bool) -> None:
-        """Wait at most `timeout` s for ranks to end, kill the other ranks, close all sockets."""
+        """Wait at most `timeout` s for ranks to end, kill remaining ranks, close all sockets."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
         self._context.destroy(linger=0)  # destroy() also closes the monitors of the sockets.

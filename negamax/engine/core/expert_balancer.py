@@ -58,7 +58,7 @@ class ExpertBalancer:
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the next step's expert moves and whether it counts selections; None if neither."""
+        """Return an `ExpertStep` if the next step moves experts or counts selections, else None."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []
@@ -115,7 +115,7 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """Return the next moves of the first layer in `_due`; compute its placement if needed."""
+        """Return the next moves of the layer `_due[0]`; compute the layer's placement if needed."""
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:

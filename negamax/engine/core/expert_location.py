@@ -23,7 +23,7 @@ _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list p
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """The JSON value of --init-expert-location; decoding ignores its other fields."""
+    """The used fields of the JSON value of --init-expert-location; unknown fields are ignored."""
 
     logical_count: _Table | None = None  # Number of selections by layer and expert.
     physical_to_logical_map: _Table | None = None  # Expert index by layer and slot.

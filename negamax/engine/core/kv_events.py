@@ -177,7 +177,7 @@ def _encode_tokens(tokens: list[int]) -> msgspec.Raw:
 
 
 class EventPublisher:
-    """Publishes a rank's events by one thread, and answers replay requests by another."""
+    """Publishes a rank's events by one thread, and answers replay requests by another thread."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
         """Open the sockets. `rank`: index in the ranks of all replicas. Raises `ConfigError`."""

@@ -272,7 +272,7 @@ class EngineLoop:
     def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
         """Start a trace of at most `num_steps` steps. If `path` is None, write the started trace.
 
-        Raises `InvalidRequestError` if a trace is already started, or if none is started.
+        Raises `InvalidRequestError` for a start during a trace, and for a write without a trace.
         """
         if (path is None) == (self._traced_steps is None):
             raise InvalidRequestError(
@@ -448,5 +448,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Return `end` with flags for a refused request and for a lost grammar process."""
+    """Return `end` with `is_refusal` and `is_lost` as the request's grammar `rule` states."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

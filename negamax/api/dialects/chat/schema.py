@@ -147,7 +147,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """The thinking settings. The field `thinking` has precedence over other mode fields."""
+        """The thinking settings: `thinking` overrides `thinking_mode` and `enable_thinking`."""
         mode, budget = None, self.reasoning_budget
         if self.thinking is not None:
             mode = self.thinking.type
@@ -182,7 +182,7 @@ class ToolCall(Struct, frozen=True):
 
 
 class ReasoningDetail(Struct, frozen=True):
-    """Reasoning in MiniMax's format. In a stream, `text` contains only the new part."""
+    """Reasoning in MiniMax's format. In a stream, `text` contains only new reasoning."""
 
     text: str  # Text of the reasoning.
     type: str = "reasoning.text"  # Always `reasoning.text`.

@@ -29,7 +29,7 @@ RESULTS = tuple(
 
 
 def is_run_by_client(tool: Mapping[str, Any]) -> bool:
-    """Return whether the client runs a tool. OpenAI's servers run the other tools."""
+    """Return whether the client, and not OpenAI's servers, runs a tool."""
     if tool.get("type") == TOOL_SEARCH:
         return tool.get("execution") == "client"
     place = tool.get("environment")

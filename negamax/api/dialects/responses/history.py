@@ -164,7 +164,7 @@ def _read_unknown(item: Mapping[str, Any], place: str) -> str:
 
 
 def is_passed_over(item: Mapping[str, Any]) -> bool:
-    """Return whether the prompt omits `item`, because another server or a tool there wrote it."""
+    """Return whether the prompt omits `item`, such as a hosted tool's call or a new setting."""
     return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 

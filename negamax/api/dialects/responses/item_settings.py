@@ -1,4 +1,4 @@
-"""Apply the items of a request that add tools or change settings of later answers."""
+"""Apply request items that add tools, and items that change settings of later answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ def apply_settings(
     """Apply the changes in `items` to the request. `items` has pairs of a path and an item.
 
     A tool is added if no other tool has its name. The start of the prompt shows the declared tools
-    and the tools of items before the first user message. A start without tools shows the tools that
-    are added first, because the template describes the format of calls there. Later tools are shown
-    where an item adds them, to keep cached prefixes valid. A tool with `defer_loading` is shown
-    where a tool search finds it. The last effort and text format in `items` apply.
+    and the tools of items before the first user message. If the start has no tools, it shows the
+    tools added first, because the template describes the format of calls there. Later tools are
+    shown where an item adds them, to keep cached prefixes valid. A tool with `defer_loading` is
+    shown where a tool search finds it. The last effort and text format in `items` apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]

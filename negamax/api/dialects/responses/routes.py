@@ -217,7 +217,7 @@ class _Responses:
     async def build_prompt(
         self, request: ApiRequest[ResponsesRequest]
     ) -> tuple[ApiRequest[ResponsesRequest], ChatPrompt]:
-        """Return the request with the size of its items, and its prompt without pixels."""
+        """Return the request, whose `num_bytes` counts all items, and a prompt without pixels."""
         self._context.model_name(request.params.model)
         prepared = await self._prepare(request)
         whole, turn = prepared.request, prepared.turn
@@ -243,7 +243,7 @@ class _Responses:
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
 
     def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
-        """Refuse a request if it and its earlier turns together exceed the limits of one body."""
+        """Refuse a request that together with its earlier turns exceeds the limits of a body."""
         limits = self._context.body_limits
         if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
             raise PayloadTooLargeError(

@@ -75,7 +75,7 @@ class ResponseStore:
     """Stores the most recently used responses. Only the event loop changes this object.
 
     The store keeps a turn while a stored response needs it, and counts a shared turn's bytes once.
-    A full store removes the least recently used response of the tenant that stores the most.
+    If full, the store removes the oldest response of the tenant with the most bytes or responses.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -145,7 +145,7 @@ def _remove(own: _TenantResponses, response_id: str) -> bool:
 
 
 def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
-    """Add `change` to `turn.num_users`, and to its parent's if `turn` becomes used or unused."""
+    """Add `change` to `turn.num_users`; if `turn` becomes used or unused, also to its parent's."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users
