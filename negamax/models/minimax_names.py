@@ -1,8 +1,8 @@
 """Tensor names of MiniMax's models, shapes that the models share, and the spellings in checkpoints.
 
-Slots have the names of MiniMax's own checkpoints without the prefix `language_model.`, such as
-`model.layers.0.block_sparse_moe.experts.0.w1.weight`. `SPELLINGS` contains the rules for converted
-checkpoints, which use other names or store several matrices as one tensor.
+Weight slots have the names of MiniMax's own checkpoints without the prefix `language_model.`, such
+as `model.layers.0.block_sparse_moe.experts.0.w1.weight`. `SPELLINGS` contains the rules for
+converted checkpoints, which use other names or store several matrices as one tensor.
 """
 
 import re
@@ -138,7 +138,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Return each checkpoint tensor's placement, which for MTP layers is a reason to skip it."""
+    """Return the placement of each checkpoint tensor. Tensors of MTP layers get a skip reason."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

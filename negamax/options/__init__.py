@@ -1,1 +1,1 @@
-"""Options of engine and server. Flags, environment variables, TOML and Python share their names."""
+"""Options of engine and server, each with one name in flags, environment, TOML and Python."""

@@ -69,7 +69,7 @@ class Flag:
         return f"{'seconds ' if self.is_seconds else ''}above {self.above}{most}"
 
     def allows(self, number: float) -> bool:
-        """Return whether a number is within the limits, which NaN never is."""
+        """Return whether `number` is within this option's limits. NaN never is."""
         least = -math.inf if self.least is None else self.least
         most = math.inf if self.most is None else self.most
         is_above = self.above is None or number > self.above

@@ -46,7 +46,7 @@ class Foreign:
     off: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
-        """Translate a value of the option. `line` maps names of all given options to values."""
+        """Translate `value` of this option. `line` maps names of all given options to values."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:
@@ -251,7 +251,7 @@ def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tra
 
 
 def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Store KV blocks in SGLang's folder. SGLang's other storage backends have no effect."""
+    """Translate the backend "file" to SGLang's folder; other backends have no effect."""
     if value != "file":
         return Translation(note=entry.reason)
     if _host_cache_size(entry, value, line).note:

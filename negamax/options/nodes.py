@@ -43,7 +43,7 @@ class NodeOptions:
             raise ConfigError(refusal, hint="set the same --master-addr on all nodes")
 
     def check(self, parallel: ParallelOptions) -> None:
-        """Raise `ConfigError` if the ranks cannot be spread over these nodes."""
+        """Raise `ConfigError` if the ranks cannot be spread over the `nnodes` machines."""
         nodes, ranks, tensor = self.nnodes, parallel.num_ranks, parallel.tensor_parallel_size
         if nodes == 1:
             return

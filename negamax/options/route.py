@@ -93,7 +93,7 @@ def list_servers(
 
 
 def list_prefillers(options: RouteOptions) -> list[tuple[SplitResult, int | None]]:
-    """Return the URLs of --prefill and the port that follows each. Raises `ConfigError`."""
+    """Return each URL of --prefill and the port given after the URL. Raises `ConfigError`."""
     found, has_url = list[tuple[SplitResult, int | None]](), False
     for word in options.prefill:
         is_port = _BOOTSTRAP_PORT.fullmatch(word) is not None

@@ -86,7 +86,7 @@ class KvTransferConfig:
 
     @property
     def hosts_of_others(self) -> tuple[str, ...]:
-        """Return the names, addresses and networks of servers that a request may read from."""
+        """Return the names, addresses and networks of prefill servers that a request may name."""
         default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
         return self.allowed_hosts or default
 

@@ -59,7 +59,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. If there are fewer heads than ranks, ranks share heads."""
+        """Return this rank's KV heads. With fewer heads than ranks, ranks have copies of heads."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -214,12 +214,12 @@ class ParallelLayout:
 
     @property
     def num_encoders(self) -> int:
-        """Return the number of ranks that share the images of a data-parallel replica."""
+        """Return the number of ranks that each encode some images of a data-parallel replica."""
         return self.cp * self.tp
 
     @property
     def encoder_rank(self) -> int:
-        """Return this rank's position among the ranks that share the images of a replica."""
+        """Return this rank's position among the ranks that encode the images of a replica."""
         return self.rank % self.num_encoders
 
     @property

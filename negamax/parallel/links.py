@@ -104,7 +104,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Send `tensor` (contiguous) from the first stage to all. Raises `EngineDeadError`."""
+        """Send `tensor` (contiguous) from the first to every stage. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

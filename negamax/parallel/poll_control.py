@@ -6,8 +6,8 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory. Waiting kernels read these numbers
-    every millisecond, and set the flag at the limit. If the flag is set, results are invalid.
+    """A clock, a time limit and an abort flag in host memory. Waiting kernels read all three every
+    millisecond, and set the flag at the limit. A set flag makes the kernels' results invalid.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -43,7 +43,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens. PyTorch's client would log each failed attempt."""
+    """Poll until rank 0 listens, because PyTorch's client would log each failed attempt."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

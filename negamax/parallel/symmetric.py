@@ -67,9 +67,9 @@ def connect(
     token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
     """Allocate peer memory for rows of `hidden_size` numbers, norm statistics of `max_tokens`
-    tokens, and `max_rows` sampled tokens. A row of `token_words` words is a token for an expert.
-    Every rank of `group` must call this function with the same sizes. Return None on all ranks if
-    the GPUs cannot access each other, or if the number of GPUs is not a power of two.
+    tokens, and `max_rows` sampled tokens. A token sent to an expert is a row of `token_words`
+    words. Every rank of `group` must call this function with the same sizes. Return None on all
+    ranks if the GPUs cannot access each other, or if the number of GPUs is not a power of two.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):

@@ -257,7 +257,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of `held` for `tokens` tokens (experts) or `own` tokens."""
+        """Return the GEMM time of `held`: `tokens` tokens for experts, `own` for other matrices."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
@@ -300,7 +300,7 @@ class Costs:
         return found
 
     def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
-        """Return the time in which PCP ranks exchange keys and values (prefill) or sum outputs."""
+        """Return the time for PCP: exchange keys and values (prefill) or sum outputs (decode)."""
         ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
             return 0.0

@@ -24,7 +24,7 @@ def gpu_reserve(hidden_size: int) -> int:
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
     size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin to these
-    bytes. The workspace of a step also suffices for the 0.7 GiB in which M3 encodes images.
+    bytes. The workspace of a step also covers the 0.7 GiB that M3 needs to encode images.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
@@ -119,7 +119,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    An engine takes GPUs of one machine, or all GPUs of several. Pass `kv_heads` to allow DCP.
+    An engine takes GPUs of one machine, or several whole machines. Pass `kv_heads` to allow DCP.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks

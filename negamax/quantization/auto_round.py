@@ -1,7 +1,7 @@
 """Method "auto-round" (Intel).
 
-Integers have the layouts of GPTQ or AWQ. FP4 and MX formats have the layouts of compressed-tensors.
-FP8 has a scale per row, matrix or block. The number of bits may differ between modules.
+Integer weights are stored as in GPTQ or AWQ, and FP4 and MX weights as in compressed-tensors. FP8
+has a scale per row, matrix or block. The number of bits may differ between modules.
 """
 
 import re

@@ -2,10 +2,10 @@
 
 One algorithm applies to all modules that are not excluded. For MIXED_PRECISION, the description
 lists an algorithm per module. If the algorithm is null, no module is quantized, but the KV cache
-may have scales. config.json contains the description, or hf_quant_config.json under "quantization".
+may have scales. The description is in config.json, or in hf_quant_config.json under "quantization".
 
-Most algorithms also round activations. For FP8 per matrix or row, kernels may round activations
-with a scale per token. For other formats, activations stay in the compute dtype.
+Most algorithms also round activations. For FP8 weights with a scale per matrix or row, kernels may
+round activations with a scale per token. For other formats, activations stay in the compute dtype.
 """
 
 from collections.abc import Mapping

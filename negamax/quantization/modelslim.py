@@ -79,7 +79,7 @@ INT8_DEQ_SCALE = TensorFormat(
 def int4(parts: int) -> TensorFormat:
     """Return int4 with a weight_scale per row. The low half of a byte belongs to the even row.
 
-    scale_bias corrects rounded activations, with a value per row and each of `parts` column ranges.
+    scale_bias, per row and each of `parts` column ranges, corrects the rounding of activations.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",

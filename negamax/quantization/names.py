@@ -59,7 +59,7 @@ def quantized(
 
 
 def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
-    """Return the description for loading MXFP8 matrices as FP8 blocks; None if there are none."""
+    """Return the description for loading MXFP8 matrices as FP8 blocks; None without MXFP8."""
     try:
         scheme = detect(spec)
     except ConfigError:  # skip: the loader will report this error
@@ -68,7 +68,7 @@ def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
 
 
 def _names(spec: QuantizationSpec) -> list[str]:
-    """Return the checkpoint's normalized method, and the names of its format."""
+    """Return the normalized method of the checkpoint, and the names of the checkpoint's format."""
     method = find_method(spec.method)
     fields = spec.fields.get("quantization")  # nested in hf_quant_config.json only
     fields = fields if isinstance(fields, Mapping) else spec.fields

@@ -62,7 +62,7 @@ class WeightFormat:
     keep_quantized: bool = True
 
     def stored(self, name: str) -> TensorFormat:
-        """Return the stored format of a matrix, whose `name` is that in unquantized checkpoints."""
+        """Return the stored format of the matrix that unquantized checkpoints name `name`."""
         if self.scheme is None:
             return PLAIN
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
@@ -171,7 +171,7 @@ def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield all names that checkpoints use for a module, beginning with `module`.
 
     Tools differ in prefixes and in the name of the MoE block. If `pattern` mentions experts or MLP
-    projections, the names also include those that tools use for matrices of experts.
+    projections, the names also include tools' names for matrices of experts.
     """
     return _spell(module, tells_experts=_tells_experts(pattern.pattern))
 

@@ -44,7 +44,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def find(self, block_hash: bytes) -> int | None:
-        """Return the held or free block with this content; None if no block has it."""
+        """Return the held or free block with the hash `block_hash`, or None."""
         return self._block_of.get(block_hash)
 
     def allocate(self) -> int:

@@ -78,8 +78,8 @@ class FixedDraftLength:
 
 
 class _Times:
-    """Corrections to the logarithms of step times, for one size class. A draft length's correction
-    is a common number plus a number of its own, which a Kalman filter estimates.
+    """Corrections to the logarithms of step times, for one size class. A Kalman filter estimates
+    the correction of a draft length: a number for all lengths plus a number for this length.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -114,7 +114,7 @@ class _Times:
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
     def correct(self, index: int, found: float, *, step: int) -> None:
-        """Update the state with a step. `found`: log(time of the step / expected step time)."""
+        """Update the corrections with a step. `found`: log(step time / expected step time)."""
         rows, own, passed = self._covariances, index + 1, step - self._latest
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
@@ -167,7 +167,7 @@ class _Shares:
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Record the draft model's mean acceptance estimate for `num_rows` rows (None: none)."""
+        """Record the draft model's mean acceptance estimate for `num_rows` rows, or None."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
@@ -245,7 +245,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """For each draft position, estimate the share of rows that accept all drafts up to it."""
+        """Estimate per draft position the share of rows that accept all drafts up to this one."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = place.share(prior)
@@ -353,7 +353,7 @@ class RankDraftLength:
         ranks.append(self)
 
     def choose(self, num_rows: int) -> int:
-        """Return rank 0's choice, which assumes that other ranks have their last number of rows."""
+        """Return rank 0's choice, which uses the number of rows in each other rank's last plan."""
         self._num_rows = num_rows
         first = self._ranks[0]
         if self is first:

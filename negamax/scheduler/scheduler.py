@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """All ranks share `requests`. Without `draft_length`, `limits` set the draft length."""
+        """All ranks share `requests`. If `draft_length` is None, `limits` sets the draft length."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
@@ -467,8 +467,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a block for a running sequence; preempt later sequences if needed. Return False
-        if the sequence itself is the victim and skips the step. The first sequence in order never
-        skips a step.
+        if the sequence itself is the victim and skips the step. The running sequence that is first
+        in order never skips a step.
         """
         pool = self._pool
         while pool.num_free == 0:

@@ -62,8 +62,8 @@ def rank_waiting(sequence: Sequence, num_rows: Mapping[str, int]) -> tuple[int, 
 def choose_victim(
     running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
 ) -> Sequence:
-    """Return the row to preempt so that `sequence` may grow. Candidates are `sequence` and the rows
-    after it. The victim has the worst priority, then a tenant with most rows, then the last place.
+    """Return the row to preempt so that `sequence` may grow. Of `sequence` and later rows with the
+    worst priority, choose the last row of a tenant with most rows.
     """
     if len(num_rows) == 1:
         return running[-1]

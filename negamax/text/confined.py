@@ -73,7 +73,7 @@ class Confined:
         self._idle: list[Connection] = []  # idle child processes; at most one per server thread
 
     def load(self) -> Any:
-        """Start the process, and return facts about a loaded template. Raises `CheckpointError`."""
+        """Start the process. Return the properties of a template. Raises `CheckpointError`."""
         with self._lock:
             self._load()
             return self._facts

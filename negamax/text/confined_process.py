@@ -27,7 +27,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
-    """Load the code of `kind`. Return facts on a template, and the function that answers calls.
+    """Load the code of `kind`. Return a template's properties, and the function that answers calls.
 
     The `setup` of a "chat template" is (source, variables, name), and the `setup` of a "tokenizer"
     is (folder). An "image decoder" has no `setup`. Raises `CheckpointError` if loading fails.

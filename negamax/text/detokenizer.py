@@ -128,7 +128,7 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move `num_chars` held characters to `ready`, and split added tokens only if allowed."""
+        """Move `num_chars` held characters to `ready`; split added tokens if `may_split_tags`."""
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:

@@ -88,7 +88,7 @@ def _escape(
     is_inserted: bool = False,
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
-    """Escape all strings of a JSON value. Templates write values of `inserted` keys into tags."""
+    """Escape all strings in a JSON value. Templates write values of keys `inserted` into tags."""
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):

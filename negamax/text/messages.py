@@ -374,7 +374,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first nonempty reasoning text, "" if all are empty, None if there are none."""
+    """Return the first nonempty reasoning text, "" if all texts are empty, None without a text."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)

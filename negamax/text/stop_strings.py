@@ -116,7 +116,7 @@ class StoppableText:
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """Begin or continue content. `is_before_word`: stop strings exclude leading space."""
+        """Begin or continue content. `is_before_word`: leading space matches no stop string."""
         self.release()
         self._is_before_word = is_before_word
 

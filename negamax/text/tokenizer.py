@@ -89,7 +89,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path, *, is_trusted: bool | None = None) -> Self:
-        """Read a checkpoint's tokenizer. Raises `CheckpointError` with the file name.
+        """Read a checkpoint's tokenizer. Raises `CheckpointError` with the bad file's name.
 
         Only a trusted tokenizer encodes in this process. If `is_trusted` is None, the tokenizers of
         embedded models are trusted. Other tokenizers encode in processes with limits (`Confined`).

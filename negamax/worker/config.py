@@ -17,8 +17,8 @@ from negamax.worker.node_sockets import tcp_endpoint
 
 @dataclass(frozen=True)
 class RankAddresses:
-    """Addresses by which rank processes reach each other and the executor, which may be on another
-    machine. Sockets are ZeroMQ endpoints. TCP sockets require a key (`worker.node_sockets`).
+    """Addresses by which the rank processes and the executor, possibly on other machines, reach
+    each other. Sockets are ZeroMQ endpoints. TCP sockets require a key (`worker.node_sockets`).
     """
 
     plans: tuple[str, ...]  # one endpoint per rank, for all messages from the executor
@@ -29,7 +29,7 @@ class RankAddresses:
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
-        """Return socket and file paths. PyTorch's TCP store would listen without a key."""
+        """Return paths of sockets and files; PyTorch's TCP store would listen without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),
@@ -47,7 +47,7 @@ class LaneOptions:
     host: str | None  # this machine's IP address; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
-        """Return the endpoint for block reads. On a network, the system assigns the port."""
+        """Return the endpoint for other engines' reads. On a network, the system sets the port."""
         local = f"ipc://{self.folder}/lane-{rank}"
         return local if self.host is None else tcp_endpoint(self.host, "*")
 

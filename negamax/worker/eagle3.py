@@ -109,7 +109,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Return the metadata of one token per slot. `seq_lens` [R] int32, others [R] int64."""
+        """Return metadata of one token per slot. `seq_lens` [R] int32, other tensors [R] int64."""
         # the host has the sequence lengths only if the device is a CPU
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(

@@ -10,8 +10,8 @@ A file is written under a temporary name and then renamed, but not synced to the
 files survive a process crash. After a power failure, the checksum detects incomplete files.
 
 Two groups of threads read and write files while steps run. The scheduler limits the number of
-pending copies. The first I/O error, or a minute in which no copy ends, disables the files. With
-disabled files, a copy ends at once and does nothing.
+pending copies. After the first I/O error, or a minute in which no copy ends, the rank stops using
+files: each further copy ends at once and does nothing.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class _StoredFile:
 
 
 class FileStore:
-    """Stores KV blocks. The worker's thread calls `run`. The result thread calls other methods."""
+    """Stores KV blocks. The worker's thread calls `run`; the result thread calls all others."""
 
     def __init__(
         self,
@@ -181,12 +181,12 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies, unless the files are disabled: their copies may never end."""
+        """Wait for all copies. After `_switch_off`, do not wait, because a copy may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
-        """Run a copy. If a read fails, return the block's hash. An error disables the files."""
+        """Run a copy. If it fails, stop using files; for a failed read, return the block's hash."""
         try:
             if not self._is_off:
                 return copy(*arguments)
@@ -305,8 +305,8 @@ class FileStore:
 def open_files(
     config: WorkerConfig, kernels: KernelTable, host: Sequence[np.ndarray], *, dtype: str
 ) -> FileStore | None:
-    """Open the files for this rank's blocks `host`, with caches in `dtype`. Return None if `config`
-    has no folder for files. Raises `ConfigError` if the folder cannot be used.
+    """Open the files for this rank's host blocks `host`, with caches in `dtype`. Return None if
+    `config` has no folder for files. Raises `ConfigError` if the folder cannot be used.
     """
     if config.kv_offloading_path is None:
         return None

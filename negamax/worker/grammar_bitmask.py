@@ -123,7 +123,7 @@ class PendingBitmask:
         return True
 
     def single(self, row: int) -> "PendingBitmask":
-        """Return the bitmask of a plan that has only this row."""
+        """Return the bitmask of a plan that runs only `row`."""
 
         def read_rows() -> dict[int, Sequence[bytes | None]]:
             masks = self._by_row().get(row)

@@ -71,7 +71,7 @@ class LoadProgress:
         return loaded_step
 
     def report_files(self) -> FileProgress | None:
-        """Return `FileStore.report`. The step must not fail after this call."""
+        """Return `FileStore.report`. The step that sends this report must not fail afterwards."""
         return None if self.files is None else self.files.report()
 
     @property

@@ -2,7 +2,7 @@
 
 Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
 image, ranks that did not encode the image add zeros, so the sum over ranks is exact. With prefill
-context parallelism, all ranks with the weights of the encoding rank get the rows.
+context parallelism, all ranks with the weights of the encoding rank get the image rows.
 """
 
 from collections.abc import Iterator, Sequence

@@ -55,8 +55,8 @@ def allocate(
     shared: bool = False,
 ) -> list[KvCaches]:
     """Allocate zeroed caches [num_blocks, heads, block_size, width] of every layer, in the dtype of
-    the cache's specification or else in `dtype`. Caches with one specification share an allocation.
-    With `shared`, all layers share one cache.
+    the cache's specification or else in `dtype`. Caches with equal specifications share an
+    allocation. With `shared`, all layers share one cache.
     """
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}

@@ -44,7 +44,7 @@ class LaneError(Exception):
 
 @dataclass(frozen=True)
 class HostKind:
-    """The host blocks of all caches that have one specification."""
+    """The host blocks of all caches that have the same specification."""
 
     spec: KvCacheSpec
     blocks: NDArray[np.int64]  # [blocks, layers, heads of this rank, words]

@@ -107,7 +107,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: forbids tokens that end a sequence in rows without a grammar bitmask."""
+    """`min_tokens`: in rows without a grammar bitmask, forbids tokens that end a sequence."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:

@@ -116,7 +116,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise bounds of computed tokens by launched tokens, less one in `postponed` rows."""
+        """Add launched tokens to the bounds of computed tokens, one fewer in `postponed` rows."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -186,7 +186,7 @@ class RequestState:
         return failures
 
     def _assign(self, row: NewRow) -> None:
-        """Assign a new row to its slot. A row that fails samples greedily on the padding block."""
+        """Assign a new row to its slot. A failed row uses greedy sampling and the padding block."""
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)

@@ -138,8 +138,8 @@ class Stage:
         return Entering(out, streams)
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
-        """Send copies of the stage's output stream and of the streams for a draft model, which are
-        `entered.captured` and this stage's `captured`. Each stream is [T, width].
+        """Send copies of the stage's output stream and of the streams for a draft model
+        (`entered.captured` and this stage's `captured`). Each stream is [T, width].
         """
         if self._links.next is None:
             return

@@ -24,7 +24,7 @@ class StepTimes:
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """Return the step's seconds, and idle seconds before it (also those without requests)."""
+        """Return the step's seconds and the GPU's idle seconds before it, even without requests."""
         self.ended.synchronize()  # host-sync: a step without outputs waits only here
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3

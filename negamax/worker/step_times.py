@@ -2,8 +2,8 @@
 engine uses the measured times to choose the draft length (scheduler/draft_length.py).
 
 Measured rows have no context and start with random tokens, which use as many experts as real
-requests. Longer contexts slow steps of similar size equally. The engine adjusts the measured times
-to the context lengths of real requests.
+requests. Longer contexts slow down steps of similar size equally. The engine adjusts the measured
+times to the context lengths of real requests.
 """
 
 from functools import partial

@@ -67,7 +67,7 @@ class ShardedRuns:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`most_tokens` is the largest size of a data-parallel rank's shard (None: one rank)."""
+        """`most_tokens`: size of the largest shard of all data-parallel ranks (None: one rank)."""
         self._layout, self._requests, self._group = layout, requests, group
         shards = [_shard_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shards[group.rank], max(len(each.tokens) for each in shards)

@@ -48,7 +48,7 @@ class MiniMaxM2Spec(MoeSpec):
 
 
 def read_spec(config: Mapping[str, Any]) -> MiniMaxM2Spec:
-    """Read the spec from a parsed config.json. Raises `ConfigError` with the field's name."""
+    """Read the spec from a parsed config.json. Raises `ConfigError` with the bad field's name."""
     notes: list[str] = []
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     fields.check_fixed(config, _FIXED)

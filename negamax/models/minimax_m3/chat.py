@@ -14,8 +14,8 @@ these mistakes of the models:
   that matches no open element is dropped. A closer of an outer element, of the invoke or of the
   block also closes all open elements inside.
 - If the closer of a text value is missing, the opener of a sibling in the schema ends the value.
-  Any other opener in a string and its closer are data. A call block in a string and the invoke of
-  an undeclared tool are also data, because files may describe this format.
+  Any other opener in a string, and the closer of this opener, are data. A call block in a string
+  and the invoke of an undeclared tool are also data, because files may describe this format.
 - Without the marker, `<tool_call>`, invoke tags and their closers are tags only where the format
   requires a tag.
 - A garbled invoke tag, even with a marker in it, calls the declared tool that it names.
@@ -79,7 +79,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether `lexeme`, anywhere in a line, names a declared tool."""
+        """Return whether `lexeme`, at any position in a line, names a declared tool."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
@@ -145,7 +145,7 @@ class MiniMaxM3Block(CallBlock):
         return arguments.has_quotation or (arguments.is_in_string and not is_declared)
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
-        """Read a tag that ends the call, or a tag without a marker between arguments."""
+        """Read a tag that ends the call, or that has no marker and is between arguments."""
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()

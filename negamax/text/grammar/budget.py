@@ -29,7 +29,7 @@ class Budget:
 
     @contextmanager
     def restore_on_refusal(self, *, is_final: bool) -> Iterator[list[str]]:
-        """Catch a refusal in the `with` block, list its message, and refund the cost of the block.
+        """Catch a refusal in the `with` block, keep its message, and refund the cost of the block.
 
         With `is_final` the refusal is raised again. From refusal number `MAX_REFUSALS` on, costs
         are not refunded, so that many large schemas together exceed the budget.

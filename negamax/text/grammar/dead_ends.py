@@ -38,7 +38,7 @@ class _Kind(IntEnum):
 
 
 class _Symbol(NamedTuple):
-    """A part of an alternative. If `rule` is None, the part is text or tokens."""
+    """A part of an alternative of a rule. If `rule` is None, the part is text or tokens."""
 
     rule: int | None = None
     is_optional: bool = False

@@ -65,7 +65,7 @@ class Rules:
 
     For JSON, `ahead` is a lookahead expression for the text after a string or number. With `ahead`,
     the compiler decides which tokens may extend beyond the end of a value. Without `ahead`, the
-    matcher tests tokens that extend beyond a value for every mask.
+    matcher must test, for every mask, the tokens that extend beyond a value.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
@@ -162,7 +162,7 @@ class Rules:
         return self.define(self.new_name("words"), [way])
 
     def _add_chain(self, ranges: Ranges, length: int, *, last: str = "") -> str:
-        """Add a rule for `length` characters, or for at most `length` characters before `last`."""
+        """Add a rule for `length` characters, or for at most `length` and then the rule `last`."""
         start = self._chains.setdefault(
             (ranges, last), f"{'tail' if last else 'block'}_{len(self._chains)}"
         )
@@ -367,7 +367,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return the alternatives after the last listed entry, with `count` entries written."""
+            """Return the alternatives after the last listed entry and `count` written entries."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways

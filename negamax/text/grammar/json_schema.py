@@ -312,7 +312,7 @@ class Schemas:
         return bool(states)
 
     def _read_pattern(self, pattern: str) -> Language | None:
-        """Return the language of `pattern`, or None for an unsupported pattern without `strict`."""
+        """Return the language of `pattern`, or None if it is unsupported and not `strict`."""
         if pattern not in self._patterns:
             self.budget.spend(1 + len(pattern) // 16)
             try:
@@ -407,7 +407,7 @@ class Schemas:
         listed: dict[str, Nodes],
         choose: Callable[[str | None, Iterable[str]], Nodes],
     ) -> list[tuple[Language | None, Nodes]]:
-        """Return languages of unlisted names, each with the schemas of members with such names."""
+        """Return each language of unlisted names with the schemas of members with such names."""
         languages = self.languages
         base: list[Language] = []
         if allowed:

@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def find_members(node: Mapping[str, Any], name: str | None, matched: Iterable[str]) -> Nodes:
-    """Return schemas of member `name` (None: unlisted). `matched`: patterns that match `name`."""
+    """Return schemas of `name` (None: unlisted members). `matched`: patterns that match `name`."""
     found = []
     if name is not None and name in (listed := get_map(node, "properties")):
         found.append(listed[name])

@@ -16,9 +16,9 @@ from negamax.text.tokenizer import Tokenizer
 class CallWriter:
     """Writes tool calls as events. The arguments of a call are the text of one JSON object.
 
-    Values are added to the innermost open container. The key is None if the container is an array.
-    The first argument or the end of a call emits its `ToolCallStart`. A call can be discarded until
-    its `ToolCallStart` is emitted.
+    Values are added to the innermost open container. The key of a value in an array is None. The
+    first argument or the end of a call emits its `ToolCallStart`. A call can be discarded until its
+    `ToolCallStart` is emitted.
     """
 
     __slots__ = ("_closers", "_emit", "_has_members", "_index", "_name", "_written", "before_call")
@@ -98,7 +98,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. Write "{" if nothing was written, because clients read "" as {}."""
+        """End a truncated call. Write "{" if its JSON is empty, because clients read "" as {}."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 

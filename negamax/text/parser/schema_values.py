@@ -127,7 +127,7 @@ class ValueSchema:
             self._texts.update(value for value in values if isinstance(value, str))
 
     def missing(self, given: Collection[str]) -> str:
-        """Return the only listed or only required member that is not in `given`, or ""."""
+        """Return the only listed, or else the only required, member that `given` lacks; or ""."""
         listed = [name for name in self._listed if name not in given]
         required = [name for name in listed if name in self._required]
         return next((only[0] for only in (listed, required) if len(only) == 1), "")

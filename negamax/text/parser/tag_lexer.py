@@ -80,7 +80,7 @@ class TagBeginnings:
 
 
 class _Tables:
-    """Lookup tables for a set of tags. All lexers of these tags share the tables."""
+    """Lookup tables for a set of tags, shared by all lexers of the same set."""
 
     def __init__(
         self,
