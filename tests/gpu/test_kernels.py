@@ -11,15 +11,17 @@ from functools import partial
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor
 
-from negamax.formats.floats import PLAIN
+from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, PLAIN
+from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_norm_route import norm_route
 from negamax.kernels.moe.triton_route import prepare_gate
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.op import Kernel, Op
 from negamax.kernels.registry import gpu_kernels
-from tests.kernel_cases import CASES
+from tests.kernel_cases import CASES, moe
 from tests.kernel_cases.bindings import bind, copy_case, map_tensors, tensors_of
 from tests.kernel_cases.case import Case, randn
 
@@ -204,6 +206,42 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
         find = partial(small_problem, dtype=torch.bfloat16)
         problems += find_problems(kernel, changed, on_gpu(changed), find)
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "width", "first", "count"),
+    [
+        (300, 256, 128, 0, 8),
+        (257, 3072, 384, 0, 1),
+        (2000, 1280, 256, 2, 3),
+        (9000, 512, 128, 0, 8),
+    ],
+)
+@torch.inference_mode()
+def test_specialized_warps_give_the_same_bits(
+    num_tokens: int, hidden: int, width: int, first: int, count: int, monkeypatch: MonkeyPatch
+) -> None:
+    """Some experts and all other ranks' experts get pairs that are no multiple of a tile."""
+    generator = torch.Generator(device="cuda").manual_seed(num_tokens)
+    tensors = {
+        "x": randn(num_tokens, hidden, dtype=torch.bfloat16, generator=generator),
+        **moe.fp8_experts(count, hidden=hidden, width=width, generator=generator),
+        "ids": torch.randint(-1, 8, (num_tokens, 3), generator=generator, device="cuda").int() & -3,
+        "weights": torch.rand(num_tokens, 3, generator=generator, device="cuda"),
+    }
+    case = Case(
+        "",
+        tensors,
+        {"first": first, "count": count, "activation": moe.M3["activation"]},
+        E4M3_BLOCKS,
+    )
+    (kernel,) = [k for k in KERNELS if k.op == "moe.experts" and k.activation is E4M3_GROUPS]
+    found = []
+    for least in (10**9, 0):
+        monkeypatch.setattr(tiles, "SPECIALIZED_MIN_PAIRS", least)
+        poison()
+        found += CASES[kernel.op].apply(kernel, case)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("calls", [(1, 4, 2), (1, 4), (2, 4), (1, 2)])

@@ -13,6 +13,9 @@ SORT_PROGRAMS = 128  # number of programs that sort (token, choice) pairs, one p
 SORT_CHUNK = 128  # number of pairs that a sorting program sorts at a time
 COUNT_CHUNK = 512  # number of pairs that a sorting program counts at a time
 SORT_BLOCK = 32  # number of programs whose counts a sorting program adds up at a time
+SPECIALIZED_MIN_PAIRS = (
+    64  # average pairs of an expert from which `triton_specialized.py` is faster
+)
 ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # maximum M for route_small_m, the router on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2

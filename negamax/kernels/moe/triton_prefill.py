@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from negamax.kernels import platform
 from negamax.kernels.activations import Hidden, model_dtype, unquantized
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
@@ -44,6 +45,7 @@ from negamax.kernels.moe.triton_shared import (
     multiply_packed_gate_up,
     select_operands,
 )
+from negamax.kernels.moe.triton_specialized import experts_specialized
 from negamax.kernels.weight_only.triton_rounding import (
     add_product,
     round_activations,
@@ -507,6 +509,16 @@ def experts_large_m(
         else:
             tile = sizes.large_m(width=E.WIDTH, fp8=E.FP8)
         h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
+    pairs = sort_pairs(topk_ids, first=first, count=count)
+    out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
+    if (
+        E.FP8
+        and platform.platform_of(device).arch == "sm_90"
+        and E.HIDDEN % 256 == 0
+        and num_pairs >= tiles.SPECIALIZED_MIN_PAIRS * count
+    ):
+        experts_specialized(q, scale, prepared, topk_weights, pairs, h, h_scale, out)
+        return out
     gate_up, down = tile.gate_up, tile.down
     down_h = h
     if rounded or E.FP8:
@@ -516,7 +528,6 @@ def experts_large_m(
             w2 = w2.view(-1, h.shape[1])
             w2 = TensorDescriptor.from_tensor(w2, [down.block_n, down.block_k])
             down_h = TensorDescriptor.from_tensor(h, [down.block_m, down.block_k])
-    pairs = sort_pairs(topk_ids, first=first, count=count)
     shared = {"E": E, "ROUNDED": rounded, "EXPERTS_POW2": triton.next_power_of_2(count)}
     # upper bound of the number of tiles: the last tile of each expert may be partly empty
     tiles_m = min(num_pairs, num_pairs // gate_up.block_m + count)
@@ -524,7 +535,6 @@ def experts_large_m(
         q, scale, w1, w1_scale, h, h_scale, *pairs, count, TOP_K=top_k,
         **gate_up.constants, **shared, **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
-    out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
     # one tile more than for gate and up, because other ranks' pairs also have a partly empty tile
     tiles_m = min(num_pairs, num_pairs // down.block_m + count + 1)
     tiles_n = triton.cdiv(E.HIDDEN, down.block_n)
