@@ -34,7 +34,7 @@ class RequestRecord:
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # as requested until the start, then as the engine applies them
+    sampling: SamplingParams  # requested, then (from `start` on) applied parameters
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
     start: float | None = None  # Time of the request's first engine step.

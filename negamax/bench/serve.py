@@ -50,7 +50,7 @@ class Measurement:
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # Draft tokens counted in the server's /metrics.
     shape: dict[str, Any] | None = None  # Serving shape from /server_info; None if not reported.
-    retokenized: int | None = None  # Token count of all texts by the tokenizer, if there is one.
+    retokenized: int | None = None  # Tokenizer's token count of all answers; None: no --tokenizer.
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Server:
 
     client: ServingClient
     model: str
-    context_length: int | None  # Of the model, in tokens; None: not reported.
+    context_length: int | None  # The model's limit in tokens; None: not reported.
     running_usage: bool  # Whether chunks can report the output tokens so far.
     shape: dict[str, Any] | None = None
 

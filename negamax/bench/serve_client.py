@@ -460,7 +460,7 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            # fresh: the server closed the reused connection without an answer, so try another one
+            # fresh: the server closed a reused connection without an answer, so try the next one
             except ExchangeError as error:
                 if not error.fresh:
                     raise
@@ -486,6 +486,6 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio joins the addresses' errors
+    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio joins errors of all addresses
     refused = several or isinstance(error, ConnectionRefusedError)
     return "connection refused" if refused else "no connection"

@@ -43,7 +43,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # All files must come from one commit, which is the name of the folder of the first files.
+    # All files must come from the commit after which `folder` is named.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)

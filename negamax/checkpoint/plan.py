@@ -46,13 +46,13 @@ class SourceTensor:
     entry: TensorEntry
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # Index in each leading dimension of `entry`.
-    start: tuple[int, ...] = ()  # Offset in each other dimension of `entry`; (): all 0.
+    start: tuple[int, ...] = ()  # Offset in each later dimension of `entry`; (): all 0.
     # `matrix`: shape that a tensor of role SHAPE must contain; None: shape of the slot's matrix.
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
         """Translate `part` (one range per dimension) into ranges in the dimensions of `entry`."""
-        if len(part) != len(self.shape):  # the other shape of a scalar: [] or [1]
+        if len(part) != len(self.shape):  # scalars may have shape [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
         moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
@@ -409,7 +409,7 @@ class _Problems:
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> (error, hint).
     missing: dict[str, None] = field(default_factory=dict)  # Names of missing tensors, in order.
-    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # Name in `Places` -> source.
+    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # Internal name -> source.
     lost_files: str | None = None
 
     def check(

@@ -143,7 +143,7 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # 0x7F is NaN in OCP; conversion may round values < 2^-7
+    elif (bits & 0x7F == 0x7F).any():  # 0x7F is NaN in OCP FP8; `.to` may round values below 2^-7
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2

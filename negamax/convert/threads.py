@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-MOST_THREADS = 8  # few, because each thread allocates several fp32 copies of a matrix
+MOST_THREADS = 8  # a low limit, because each thread allocates several fp32 copies of a matrix
 
 
 def run_in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:

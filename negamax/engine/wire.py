@@ -131,7 +131,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
     idle_seconds: float = 0.0  # Total time for which the GPU was idle before steps.
     prefill_tokens: int = 0  # Number of tokens in rows with several prompt tokens.
     experts: ExpertStats | None = None  # None if expert selections are not counted.
-    at: float = 0.0  # Monotonic second of these statistics; later ones replace them.
+    at: float = 0.0  # Monotonic second of the statistics; later statistics replace earlier ones.
     ranks: tuple[RankStats, ...] = ()  # Statistics by rank; empty for a single rank.
 
     @property
@@ -240,7 +240,7 @@ class RecordTrace(msgspec.Struct, frozen=True, tag="record_trace"):
 
     server: int
     number: int
-    path: str | None  # Path of the trace's files, without the rank; None: write the trace.
+    path: str | None  # Path of a new trace's files without the rank; None: write the running trace.
     num_steps: int = 0  # The engine writes the trace after this many steps.
 
 

@@ -15,7 +15,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParsedOutput
 
 SHOWN_FAILURES = 5
-_SHOWN_CHARS = 400  # maximum characters, from the end of a question, that a failure shows
+_SHOWN_CHARS = 400  # a failure shows at most this many characters of the question's end
 
 
 @dataclass(frozen=True)

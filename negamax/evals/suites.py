@@ -31,7 +31,7 @@ _STEPS = {
     "role": "system",
     "content": "Solve problems step by step. End with a line of #### and the answer as a number.",
 }
-_NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # the number: prompt tokens / 1024
+_NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # the group is the number of prompt tokens / 1024
 _STRICT = re.compile(r"#### (-?[$\d.,]+)")
 _FLEXIBLE = re.compile(r"-?\$?\d[\d.,]*")
 _MAX_ANSWER_CHARS = 200  # A longer answer is wrong, as it may quote the whole text.

@@ -52,7 +52,7 @@ class GroupedQueryStep:
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values.
     # `decode`: plan of attention.decode for the first num_decodes tokens; None if num_decodes is 0
     decode: Any
-    # plan of the attention.prefill kernel for the other tokens; None if all tokens are decodes
+    # plan of attention.prefill for the tokens after the decodes; None if all tokens are decodes
     prefill: Any
     exchange: KeyExchange | None  # exchanges new keys and values; None: tokens are not sharded
 

@@ -25,7 +25,7 @@ class KvEventsConfig:
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None  # None disables replay.
     buffer_steps: int = 10_000  # Number of latest batches that are kept for replay.
-    hwm: int = 100_000  # Largest number of unsent batches per subscriber; more are dropped.
+    hwm: int = 100_000  # Maximum unsent batches per subscriber; further batches are dropped.
     max_queue_size: int = 100_000  # Largest number of steps whose cache events are queued.
     topic: str = ""
 

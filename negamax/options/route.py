@@ -10,7 +10,7 @@ from negamax.base.errors import ConfigError
 from negamax.options.flags import check_options, option
 from negamax.options.kv_events import is_endpoint
 
-MAX_SERVERS = 64  # limit, because the router stores a table of prefixes per server.
+MAX_SERVERS = 64  # servers are limited, because the router stores a table of prefixes per server.
 # `_BOOTSTRAP_PORT`: "none" stands for a missing port, as in sglang-router.
 _BOOTSTRAP_PORT = re.compile(r"[1-9][0-9]{0,4}|none")
 

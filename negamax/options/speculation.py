@@ -31,7 +31,7 @@ class SpeculationConfig:
 
     method: str  # One of METHODS.
     is_default_method: bool = field(default=False, kw_only=True)  # Whether no method was given.
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # maximum per sequence and step
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # maximum draft tokens per sequence and step
     is_default_length: bool = False  # Whether the draft's files may set the draft length.
     adaptive: bool = True  # Whether to use fewer draft tokens when that is faster.
     model: str | None = None  # Name of the draft model; after the download, its folder.

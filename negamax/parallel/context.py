@@ -30,11 +30,11 @@ class ParallelContext:
     # The ranks of this group split the experts of a layer.
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # These ranks have the same position in each data-parallel replica, and exchange expert inputs.
+    # Ranks with the same position in each data-parallel replica, which exchange expert inputs.
     data_group: Collective = field(default_factory=SingleRank)
     # The ranks of this group split the tokens of prompts (prefill context parallelism).
     context_group: Collective = field(default_factory=SingleRank)
-    # These ranks of a stage have the same `tp_rank`, and split the tokens of sharded steps.
+    # Ranks of a stage with the same `tp_rank`, which split the tokens of sharded steps.
     token_group: Collective = field(default_factory=SingleRank)
     # Each rank of this group has the same KV heads and a part of the KV cache blocks.
     cache_group: Collective = field(default_factory=SingleRank)

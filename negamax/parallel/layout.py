@@ -78,7 +78,7 @@ class RankShare:
 class ExpertView:
     """A rank's position among the `size` ranks that split the experts of a layer."""
 
-    rank: int  # Position among these ranks, from 0 to size - 1.
+    rank: int  # Position among the ranks that split the experts, from 0 to size - 1.
     size: int
     ep: int
     ranks: tuple[int, ...]

@@ -65,9 +65,9 @@ class Link:
 class PipelineLinks:
     """Links of one rank to the ranks with equal position in other pipeline stages."""
 
-    previous: Link | None = None  # To the previous stage; None on the first stage.
-    next: Link | None = None  # To the next stage; None on the last stage.
-    sampled: tuple[Link, ...] = ()  # Links from the last stage to all others, for sampled tokens.
+    previous: Link | None = None  # Link to the previous stage; None on the first stage.
+    next: Link | None = None  # Link to the next stage; None on the last stage.
+    sampled: tuple[Link, ...] = ()  # Links from the last to all other stages, for sampled tokens.
 
     @staticmethod
     def connect(

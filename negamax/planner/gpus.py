@@ -24,7 +24,7 @@ class GpuModel:
     bf16: float
     fp8: float  # FP8 operations per second; 0: not supported
     link: float
-    has_fabric: bool  # whether NVLink or similar links join a machine's GPUs; if not, PCIe
+    has_fabric: bool  # whether NVLink or similar links, and not PCIe, join a machine's GPUs
     platform: Platform
 
 

@@ -38,7 +38,7 @@ class Hardware:
 class Prediction:
     """Predicted rates of all replicas of a topology under a workload."""
 
-    concurrency: int  # Number of requests that run at a time; others wait for KV blocks.
+    concurrency: int  # Number of requests that run at a time; further requests wait for KV blocks.
     token_seconds: float  # Time between two tokens of a request.
     tokens_per_second: float  # Output tokens per second, while prompts run between decode steps.
     draft_tokens: int = 0  # Draft tokens per sequence and step.

@@ -89,7 +89,7 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # log time factor of all, then each length
+        self._means = [0.0] * (len(self._lengths) + 1)  # log time factor: all lengths, each length
         most = math.log1p(self._lengths[-1])
         # a time error of long drafts also changes the estimates of shorter drafts, but less
         shares = [math.log1p(length) / most for length in self._lengths]

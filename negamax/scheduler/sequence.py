@@ -118,7 +118,7 @@ class DraftCounters:
 
     def __init__(self, most_drafts: int) -> None:
         self.num_rows = 0  # number of rows with draft tokens
-        self.num_tokens = 0  # number of draft tokens in these rows
+        self.num_tokens = 0  # number of draft tokens in all rows
         self.accepted_per_position = [0] * most_drafts  # accepted drafts by draft position
 
     def add(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:

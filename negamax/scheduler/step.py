@@ -193,8 +193,8 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     read_step: int = -1  # the reads of plans up to this step id are complete
     written_step: int = -1  # the writes of plans up to this step id are complete
     missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
-    is_off: bool = False  # whether an error has disabled the files.
-    # The next four are totals since the start. `num_evicted`: files deleted at the size limit.
+    is_off: bool = False  # whether files are no longer used, because of an error.
+    # The next 4 fields are totals since the start. `num_evicted`: files deleted at the size limit.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0

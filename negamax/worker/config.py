@@ -100,7 +100,7 @@ class WorkerConfig:
     num_replicas: int = 1  # number of engines with these options on the machine
     experts: str = FIXED  # FIXED, COUNTED (selections are counted) or MOVED (experts move)
     draft: DraftModel | None = None
-    speculation: SpeculationConfig | None = None  # its `model` is a folder, a bundled name or None
+    speculation: SpeculationConfig | None = None  # with `model` as folder, bundled name or None
     max_logprobs: int = 20  # maximum log-probabilities per token that a request may ask for
     encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
     kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB

@@ -62,7 +62,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _finish_loading(self, target: Decoder) -> None:
         self._model.finish_loading(target, self._rotation if self._draft.folder else None)
         self._target_ids = self._model.target_ids
-        if self._draws:  # drafts are then drawn from logits with one column per target token id
+        if self._draws:  # logits for drawing have one column per target token id
             size = self._model.spec.vocab_size
             self._target_ids = torch.arange(size + 1, device=self._target_ids.device)
             self._target_ids[size] = -1

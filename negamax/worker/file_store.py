@@ -46,7 +46,7 @@ logger = get_logger(__name__)
 
 READ_THREADS = 4
 SCAN_SHARE = 16  # scan the folder after writes of 1 / SCAN_SHARE of its maximum size
-STALL_SECONDS = 60.0  # the files are disabled if no pending copy ends within this time
+STALL_SECONDS = 60.0  # files are no longer used if no pending copy ends within this time
 MOST_FOUND = 1 << 18  # maximum number of files of earlier engines that are indexed at start
 ABANDONED_SECONDS = 3600.0  # a temporary file of this age is deleted as abandoned
 FINGERPRINT_BYTES = 16

@@ -184,7 +184,7 @@ def choose_host_blocks(
         )
     local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())
     free = int(free * HOST_SHARE)
-    if device.type == "cpu":  # subtract the KV cache: Linux counts its untouched pages as free
+    if device.type == "cpu":  # subtract the KV cache, whose untouched pages Linux counts as free
         free -= local * bytes_of_blocks(num_blocks, config, dtype=dtype)
     needed = local * chosen * per_block
     if needed > free:

@@ -15,7 +15,7 @@ from negamax.base.progress import Progress
 from negamax.config.kv_cache import KvCacheSpecs
 from negamax.parallel.context import ParallelContext
 
-_MOST_THREADS = 8  # limited, because compilation holds the GIL half of the time
+_MOST_THREADS = 8  # few threads, because compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:

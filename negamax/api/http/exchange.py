@@ -147,7 +147,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # False until the answer ends; an unrequested one keeps it False
+        self._is_reusable = False  # False during an answer, and after an unrequested answer
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 

@@ -19,7 +19,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` checks the exact limit
+MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a request head; `AuthMiddleware` checks exactly
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
 MAX_FRAMING_BYTES = 64 * 1024  # Size limit of the chunk extensions and trailers of a body.
@@ -51,7 +51,7 @@ class BodyChannel:
         """`response` is uvicorn's `RequestResponseCycle`."""
         self._protocol = weakref.ref(protocol)  # Weak references let Python free ended requests.
         self._response = weakref.ref(response)
-        self._transport: asyncio.Transport | None = None  # None unless a response body is written
+        self._transport: asyncio.Transport | None = None  # None while no response body is sent
         self._is_chunked = False
 
     @property
@@ -164,14 +164,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` parses the head again without an upgrade.
+            return  # `_parse` removes the upgrade and parses the head again.
         super().on_headers_complete()  # Raises if the URL cannot be parsed.
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set before the app starts.
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # The app starts after this.
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 

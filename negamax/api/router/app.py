@@ -54,7 +54,7 @@ MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
 _BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, or shutdown.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # paths with remote prefill
-_ROOM_PATHS = _PAIRED_PATHS | {"/generate"}  # the same in SGLang's protocol
+_ROOM_PATHS = _PAIRED_PATHS | {"/generate"}  # paths with remote prefill in SGLang's protocol
 _STORED_PATH = "/v1/responses"  # A response is stored only by the server that created it.
 # Paths with /kv_blocks, which returns the block hashes of a prompt
 _BLOCK_PATHS = _PAIRED_PATHS | {MESSAGES_PATH, _STORED_PATH}
@@ -255,7 +255,7 @@ class RouterApp:
                     await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
                     has_begun = decode.done() and decode.exception() is None
                     has_begun = has_begun and decode.result().status not in _BUSY
-                    if decode.done() and not has_begun:  # perhaps because of the prefilling server
+                    if decode.done() and not has_begun:  # the prefilling server may be the cause
                         await asyncio.wait({prefill}, timeout=_CAUSE_SECONDS)
                     answer = prefill.result() if prefill.done() else b""
                     if isinstance(answer, bytes) or (answer is None and has_begun):

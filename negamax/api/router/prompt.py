@@ -51,7 +51,7 @@ _OF_ANSWERS = frozenset(
     ]
 )
 PARAMS, ROOM = "kv_transfer_params", "bootstrap_room"
-_ROOM_BITS = 62  # Servers add the number of a prompt in the body, and accept 63 bits.
+_ROOM_BITS = 62  # Servers add a prompt's index in the body to the room, and accept 63 bits.
 
 Fields = dict[str, msgspec.Raw]
 

@@ -36,7 +36,7 @@ _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slo
 _CROSSED_SECONDS = 1.0
 _BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
 _BLOCKS_BYTES = 2**22  # Size limit of the answer with the blocks of a prompt.
-_PAUSE_SECONDS = 5.0  # Time without requests for blocks after a server did not answer one.
+_PAUSE_SECONDS = 5.0  # A server that did not answer is not asked for blocks during this time.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 
@@ -54,7 +54,7 @@ class RoutedServer:
         self._indexes = indexes
         self._next_ask = 0.0  # Monotonic time before which the server is not asked for blocks.
         self.open_prompts: dict[str, PromptBlocks] = {}  # open request's name -> prompt's blocks
-        self.limits: set[asyncio.Timeout] = set()  # A failed probe ends these time limits.
+        self.limits: set[asyncio.Timeout] = set()  # Time limits that a failed probe ends.
         # Counters of requests since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         self.num_event_hits = 0

@@ -174,7 +174,7 @@ class GenerationRequest(SampledRequest):
 
     stream_options: StreamOptions = StreamOptions()  # Settings for streams.
     n: int = 1  # Number of answers to the prompt.
-    # Only `allowed_token_ids` are sampled; not with a grammar, forced calls or a thinking budget.
+    # Ids of the only tokens to sample; excludes grammars, forced calls and thinking budgets.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.

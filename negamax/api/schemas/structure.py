@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Grammar kind of each request field; `_STRUCTURED_KINDS` has those of `structured_outputs`.
+# Request field -> grammar kind; `_STRUCTURED_KINDS`: key of `structured_outputs` -> grammar kind.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 class SharedQueue:
     """Tables of numbers that all server processes of a server share."""
 
-    numbers: SharedNumbers  # Open and waiting sequences, for `Admission`.
+    numbers: SharedNumbers  # Numbers of open and waiting sequences, for `Admission`.
     loads: SharedNumbers  # Load of each replica, for `ReplicaLoad`.
     prefixes: SharedNumbers  # Hashes of the prompt blocks sent to each replica, for `PrefixTable`.
 

@@ -50,7 +50,7 @@ class ExpertBalancer:
         self._next_rebalance = config.step_interval if config else 0
         self._version = 0  # Number of steps with expert moves so far.
         self._due: deque[int] = deque()  # Layers that the current rebalance has not finished.
-        self._loads = np.zeros(self._shape, dtype=np.int64)  # Expert selections for the rebalance.
+        self._loads = np.zeros(self._shape, dtype=np.int64)  # Selections that the rebalance uses.
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()

@@ -319,7 +319,7 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
     if options.script is not None:
         return "a script provides the answers"
     if folder is None:
-        return None  # synthetic weights include the vision tower
+        return None  # no problem: synthetic weights include the vision tower
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
     if rotation_file(read_json_object(folder / "config.json"), folder) is not None:

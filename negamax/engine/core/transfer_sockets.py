@@ -61,7 +61,7 @@ class TransferSockets:
         key, and `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
-        self.transfers: Transfers  # The caller sets this before other calls.
+        self.transfers: Transfers  # The caller sets `transfers` before it calls methods.
         self._config, self._folder = config, folder
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # (socket, its monitor).

@@ -100,7 +100,7 @@ class Transfers:
     send: Callable[[Peer, Message], None]
     copy: Callable[[ImportBlocks], None]  # Sends a copy command to every rank.
     counts: TransferCounts = field(default_factory=TransferCounts)
-    # The loop reads and clears `ready` and `failed`. Requests in `ready` no longer wait.
+    # The loop reads and clears `ready` and `failed`. Requests in `ready` no longer wait for KV.
     ready: list[GenerateRequest] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)  # (request id, error).
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)

@@ -105,7 +105,7 @@ def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
         socket.AF_INET6 if ":" in node_0 else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
         try:
-            probe.connect((node_0, options.master_port))  # A UDP socket sends nothing here.
+            probe.connect((node_0, options.master_port))  # Connecting a UDP socket sends nothing.
         except OSError as error:
             raise UnreachableError(f"no route to {node_0}: {error.strerror}") from None
         address = str(probe.getsockname()[0])

@@ -51,7 +51,7 @@ class ScoredTokens:
     position. The sequences of these tokens are padded to the same number of blocks.
     """
 
-    rows: Tensor  # [S, n] int64, indices in the step of n scored tokens of each sequence
+    rows: Tensor  # [S, n] int64, indices of each sequence's n scored tokens among all tokens
     tables: Tensor  # [S, blocks] int64, block table of each sequence
     positions: Tensor  # [S * n] int64, position of each token in its sequence
     before: Tensor  # [S * n] int64, number of sparse blocks before each token's local block
@@ -62,7 +62,7 @@ class ScoredShard:
     """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache.
-    # Numbers of held blocks in the sequence [S, sparse blocks] int64, ascending, then NO_BLOCK.
+    # [S, sparse blocks] int64, ascending numbers of the blocks that the rank holds, then NO_BLOCK.
     numbers: Tensor
 
 

@@ -188,7 +188,7 @@ def find_highest(order, TOPK: tl.constexpr):
     COUNTS: tl.constexpr = tl.int32 if BITS == 10 else tl.int64
     MASK: tl.constexpr = (1 << BITS) - 1
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
-    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # number of entries >= `least`
+    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # entries with a score, then >= `least`
     i = 0
     while (tl.max(count, axis=0) > TOPK) & (i < 16):
         bit = tl.full([1], 1 << 30, tl.int32) >> (2 * i)

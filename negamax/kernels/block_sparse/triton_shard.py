@@ -95,7 +95,7 @@ def _merge_shards_kernel(
             word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
             bases = load_peer_bases(addresses, WORLD)
             sent = ()
-            for peer in tl.static_range(WORLD):  # all loads first, so that they overlap
+            for peer in tl.static_range(WORLD):  # issue all loads first, so that they overlap
                 its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
                 sent = sent + (add_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
             for peer in tl.static_range(WORLD):

@@ -54,7 +54,7 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
     mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
     at = head[:, None] * (C.DIM // 2) + word[None, :]
     sent = ()
-    for peer in tl.static_range(RANKS):  # all loads first, so that they overlap
+    for peer in tl.static_range(RANKS):  # issue all loads first, so that they overlap
         words, weights = _load_own(parts, lse, peer * C.COUNT + head, word, C)
         weights = weights.to(tl.int32, bitcast=True)
         sent = sent + (add_flag(words, flag), add_flag(weights, flag))  # noqa: RUF005

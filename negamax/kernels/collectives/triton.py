@@ -109,7 +109,7 @@ def _all_reduce_add_rms_kernel(
         slice_mask = slice_index < slice_words
         bases = load_peer_bases(addresses, WORLD)
         slices = ()
-        for peer in tl.static_range(WORLD):  # all loads first, so that they overlap
+        for peer in tl.static_range(WORLD):  # issue all loads first, so that they overlap
             words = sum_parts(
                 x, row, peer * slice_words + slice_index, slice_mask, PARTS, WORDS, dtype
             )

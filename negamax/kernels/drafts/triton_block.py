@@ -30,7 +30,7 @@ from negamax.kernels.drafts.op import BlockContext
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum number of KV splits; only these measured
+_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum KV splits; other values were not measured
 
 
 class BlockConstants(NamedTuple):

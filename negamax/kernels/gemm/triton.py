@@ -63,7 +63,7 @@ class PreparedLinear:
 
     weight: Tensor  # [N, K] e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None for 16-bit weights
-    arrivals: Tensor  # [multiprocessors] int32, ended splits of each split_k tile; 0 between calls
+    arrivals: Tensor  # [multiprocessors] int32, number of ended splits per tile; 0 between calls
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _gemv_kernel(
 
 # `_small_m_kernel` loads a fragment (ROWS rows and NUM_WARPS * 128 columns of x or w) as [ROWS / 8,
 # 2, NUM_WARPS, 8, 64]. A thread holds 16 neighboring columns, four threads hold 64 columns of a
-# row, a warp holds 8 rows. The tensor cores expect each thread to hold other columns than those. A
+# row, a warp holds 8 rows. The tensor cores expect a thread to hold columns that it did not load. A
 # GEMM's result does not depend on the order of K, if x and w share the order. The kernel therefore
 # renumbers the columns, so that each thread multiplies the values that it loaded.
 

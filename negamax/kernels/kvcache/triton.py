@@ -18,7 +18,7 @@ def _locate_kernel(
     frequencies,  # [ROTARY] fp32
     cos,  # [T, ROTARY] fp32, written
     sin,  # [T, ROTARY] fp32, written
-    slot_mapping,  # [T * KV_HEADS] int64, written: row indices in K and V caches; -1: other rank
+    slot_mapping,  # [T * KV_HEADS] int64, written: rows in K and V caches; -1: on another rank
     table_stride,
     rank,
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,

@@ -66,7 +66,7 @@ def _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
 @triton.jit(do_not_specialize=["num_pairs", "span", "first_expert", "num_experts"])
 def _count_pairs_kernel(
     topk_ids_ptr,  # [num_pairs] int32
-    counts_ptr,  # [programs, EXPERTS_POW2] int32, written: number of pairs
+    counts_ptr,  # [programs, EXPERTS_POW2] int32, written: number of pairs of each expert
     num_pairs,
     span,
     first_expert,

@@ -33,7 +33,7 @@ from negamax.kernels.launch.triton import (
 )
 from negamax.kernels.moe import tiles
 
-# A launch of `_route_large_m_kernel` adds _ROUND, the most programs per tile, to each tile counter.
+# `_route_large_m_kernel` adds _ROUND, the maximum programs per tile, to each tile counter.
 _ROUND = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # number of experts that `choose_for_token` ranks together
 _VECTOR = tl.constexpr(8)  # number of bf16 values that a thread reads in one load

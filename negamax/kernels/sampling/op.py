@@ -202,7 +202,7 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
     """Return the ids [R, num_top] int64 of the top tokens, ordered as in `token_logprobs`."""
     if num_top == 0:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
-    # log-probabilities are at most 0, so a larger one has a smaller magnitude and smaller bits
+    # log-probabilities are at most 0, so larger values have magnitudes with smaller bit patterns
     keys = logprobs.abs().view(torch.int32).long()
     keys <<= 32
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)

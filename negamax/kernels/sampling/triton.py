@@ -77,7 +77,7 @@ def _tile_argmax_kernel(
     slots,  # [R] int64, the slot of each row
     positions,  # [R] int64, positions in the sequences, which select the noise
     scores,  # [R, tiles] fp32, written: the best score of each tile
-    ids,  # [R, tiles] int32, written: the token with this score
+    ids,  # [R, tiles] int32, written: the best token of each tile
     stride,
     vocab,
     first_id,
@@ -109,7 +109,7 @@ def _tile_argmax_kernel(
 @triton.jit(do_not_specialize=["rank"])
 def _row_argmax_kernel(
     scores,  # [R, count] fp32, the best score of each tile
-    ids,  # [R, count] int32, the token with this score
+    ids,  # [R, count] int32, the best token of each tile
     out,  # [R] int64, written: the token with the best score; -1 if it is not finite
     count,
     addresses,  # `PeerRegion.addresses`, used only if WORLD > 1
@@ -306,7 +306,7 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
     place = tl.arange(0, COUNT)
     value = _restore_sortable(key)
     best = tl.max(tl.where(value == value, value, _INFINITY), axis=0)
-    # [token, others]: whether the other token is more likely
+    # [token, other token]: whether the other token is more likely
     leads = (key[None, :] > key[:, None]) | (
         (key[None, :] == key[:, None]) & (place[None, :] < place[:, None])
     )
@@ -332,7 +332,7 @@ def _draw_leading_kernel(
     positions,  # [R] int64, positions in the sequences, which select the noise
     otherwise,  # [R] int64, results for rows that this call does not draw
     chosen,  # [R, 3, COUNT] int32, written: the leading strips, keys and tokens
-    out,  # [R] int64, written: drawn tokens, for other rows those of `otherwise`
+    out,  # [R] int64, written: drawn tokens, or `otherwise` for rows that this call does not draw
     stride,
     vocab,
     strips,

@@ -29,7 +29,7 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # added to (e5m3 << 20), gives bits of fp32
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # the sum with (e5m3 << 20) is fp32 bits
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)

@@ -59,7 +59,7 @@ _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
 _HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
-_OTHER_FORMS = (  # beginnings of an argument with a broken tag or another syntax; {}: its name
+_OTHER_FORMS = (  # beginnings of arguments with broken tags or another syntax; {} is the name
     '<parameter name="{}"',
     'parameter name="{}"',
     'name="{}"',
@@ -73,7 +73,7 @@ _OTHER_FORMS = (  # beginnings of an argument with a broken tag or another synta
 # opening or closing tag of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# Before any other tag, the closing tag of a call is text of the open value.
+# A call's closing tag is text of the open value, unless one of these tags or CUT follows.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -103,7 +103,7 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schema of open call / value
+        self._arguments = self._schema = self._schemas.arguments("")  # schemas of open call, value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.

@@ -12,7 +12,7 @@ from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
 NORM = Initializer(std=0.05)  # Norms multiply by 1 + weight.
-SHARED_GAIN = 0.5  # factor for outputs of the shared expert and dense MLPs; routed experts have 1
+SHARED_GAIN = 0.5  # factor for outputs of the shared expert and dense MLPs; 1 for routed experts
 
 
 def draw(name: str, spec: MiniMaxM3Spec) -> Initializer:

@@ -33,7 +33,7 @@ class _Kind(IntEnum):
     TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
     REPEAT = 8  # index of a rule; minimum and maximum number of its repeats
     TOKEN = 9  # ids of the allowed tokens.
-    # `TOKEN_TAG_DISPATCH`: number of tags, then as TAG_DISPATCH with tokens instead of texts
+    # `TOKEN_TAG_DISPATCH`: number of tags, then TAG_DISPATCH's fields with tokens instead of texts
     TOKEN_TAG_DISPATCH = 11
 
 

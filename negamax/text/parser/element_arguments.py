@@ -67,14 +67,14 @@ class _Element:
     quoted: list[str] = field(default_factory=list)  # opening tags in the text that are data
     names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
-    values: list[WaitingMember] = field(default_factory=list)  # members to write after its children
+    values: list[WaitingMember] = field(default_factory=list)  # members to write after all children
     is_written: bool = False  # whether the opening bracket is written
     may_be_over: bool = False  # whether a wrongly named closing tag followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
     is_marked: bool = False  # whether the text begins with the call's tag marker
     mark: int = 0  # index of this element's opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, if it is an array without its closing bracket
-    resumed: "_Element | None" = None  # ended array of the same name to which this one adds items
+    resumed: "_Element | None" = None  # ended array of the same name that this element extends
     arrays: dict[str, str] = field(default_factory=dict)  # closed array's name -> JSON of its items
     waiting: set[str] = field(default_factory=set)  # names of `values`
 

@@ -82,7 +82,7 @@ class ChatRequest(StructuredRequest):
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
-    top_logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
     # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
@@ -97,7 +97,7 @@ class ChatRequest(StructuredRequest):
     # Selects whether the model thinks, as in M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
-    # The effort sets how much the model thinks, if the template uses it. "none" disables thinking.
+    # How much the model thinks, if the template uses this field. "none" disables thinking.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
     separate_reasoning: bool | None = None  # SGLang's field; false keeps the reasoning in content.

@@ -51,7 +51,7 @@ class CompletionRequest(StructuredRequest):
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
     max_tokens: int | None = Field(default=16, ge=0)  # Limit of generated tokens; 0 requires echo.
-    logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
+    logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
     echo: bool = False  # Return the prompt and its logprobs before the generated text.
 
     @property

@@ -46,7 +46,7 @@ class ThinkingConfig(RequestModel):
     # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Limit of thinking tokens.
-    # With display "omitted", only the signature contains the thinking; other values show it.
+    # With display "omitted", only the signature contains the thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 

@@ -126,7 +126,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # Match the logprobs of all blocks in the order of the answer.
+            self._of_block(block)  # Logprobs are matched in the order of the answer's blocks.
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks

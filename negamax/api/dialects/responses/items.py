@@ -193,7 +193,7 @@ class StreamEvent(Struct, frozen=True, kw_only=True):
 class GrowthEvent(StreamEvent, frozen=True, kw_only=True):
     """An event that extends an item."""
 
-    item_id: str  # Id of the extended item.
+    item_id: str  # Id of the item that the event extends.
     output_index: int  # Index of the item in `output` of the response.
 
 

@@ -114,7 +114,7 @@ class ResponsesRequest(TurnRequest):
     text: TextConfig = TextConfig()  # Format of the answer.
     # `include`: reasoning.encrypted_content and message.output_text.logprobs add output fields.
     include: list[str] = Field(default_factory=list)
-    # Number of likely tokens per position. Requires message.output_text.logprobs in `include`.
+    # Likely tokens to list per position. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)
     # The response repeats metadata. Keys have up to 64 and values up to 512 characters.
     metadata: Annotated[

@@ -90,7 +90,7 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
     eos_token: str | None  # Text of the token that ends an answer.
     unk_token: str | None  # Text of the token for unknown text.
     pad_token: str | None  # Text of the padding token.
-    additional_special_tokens: list[str]  # Texts of other special tokens.
+    additional_special_tokens: list[str]  # Texts of additional special tokens.
     chat_template: str | None  # Jinja source of the template in use.
 
 
