@@ -86,8 +86,8 @@ def _takes_fields_of(
 
 
 class LLM:
-    """Runs a model in this process. Keyword arguments are the fields of `EngineOptions` and
-    `chat_template`, the path of a file. vLLM's values, such as `dtype="half"`, are valid, too.
+    """Runs a model in this process. Keyword arguments are the fields of `EngineOptions`, and
+    `chat_template` (a file). vLLM's values, such as `dtype="half"`, are valid, too.
 
     An `LLM` is a context manager; `shutdown` ends the workers. An `LLM` is not thread-safe. Raises
     `ConfigError` or `ResourceError` for a model or options that cannot work on this machine.

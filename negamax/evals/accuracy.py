@@ -61,7 +61,7 @@ class SuiteResult:
 
 
 def compute_interval(correct: int, total: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share (Wilson, 1927)."""
+    """Return the 95 % confidence interval of correct / total (Wilson, 1927)."""
     z, share = 1.959964, correct / total
     centre = share + z * z / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))

@@ -56,9 +56,9 @@ class Problem:
     def is_solved_by(self, content: str, calls: Calls) -> bool:
         """Return whether an answer, with its `content` and `calls`, is correct.
 
-        Calls must equal the expected calls in names, order, values and JSON types. In arithmetic,
-        the last integer must be the answer, and in GSM8K the last number. In retrieval, the text
-        must be short and contain the answer.
+        Calls must equal the expected calls in names, order, values and JSON types. The answer must
+        be the last integer of the text in arithmetic suites, and the last number in GSM8K. In
+        retrieval suites, the text must be short and contain the answer.
         """
         if self.calls is not None:
             expected = [(each["name"], each["arguments"]) for each in self.calls]

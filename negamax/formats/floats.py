@@ -68,8 +68,8 @@ def fp8(
 ) -> TensorFormat:
     """Make an E4M3 format. `scale` gives the dimensions of the tensor of scales.
 
-    `input_scale` is the name of a scale of the activations. With `fnuz`, the bits are E4M3 of
-    MI300, even if the files declare float8_e4m3fn.
+    `input_scale` is the name of a scale of the activations. With `fnuz`, the bytes are MI300's
+    e4m3fnuz values, even if the files declare float8_e4m3fn.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
     return TensorFormat(

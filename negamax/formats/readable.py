@@ -9,7 +9,7 @@ _PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns per scale that weight-o
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a format, ignoring names, is E4M3 with an fp32 scale per 128 x 128 block."""
+    """Return whether a format (with any names) is E4M3 with fp32 scales of 128 x 128 blocks."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
@@ -28,7 +28,7 @@ def reads_packed(stored: TensorFormat) -> bool:
 
 
 def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Return whether weights (row scales) and activations (token scales) are `element`."""
+    """Return whether weights, scaled per row, and activations, scaled per token, are `element`."""
     return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 

@@ -1,8 +1,8 @@
 """`TensorFormat` describes the tensors that a checkpoint stores for one matrix [rows, columns].
 
 Along each dimension, one entry of a stored tensor covers a fixed number of rows or columns of the
-matrix. The loader, the layers and the synthetic weights compute shapes, shards of ranks and parts
-of fused matrices from rows and columns per entry. `kernels.quantize.stored` reads and writes
+matrix. The rows and columns per entry determine shapes, shards of ranks and parts of fused matrices
+in the loader, the layers and the synthetic weights. `kernels.quantize.stored` reads and writes
 entries.
 """
 
@@ -94,7 +94,7 @@ class Dim:
         return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
 
     def part(self, region: Region) -> range:
-        """Return the range of entries for `region` of the matrix, which starts at an entry."""
+        """Return the range of entries for `region` of the matrix; `region` starts at an entry."""
         if self.axis is Axis.FIXED:
             return range(self.unit)
         part = region[self.axis.value]
@@ -130,7 +130,7 @@ class StoredTensor:
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Describe this tensor in a fused parameter, where each row repeats a matrix's scalar."""
+        """Describe this tensor in a fused parameter: a number becomes one entry per matrix row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class TensorFormat:
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:
-        """Return whether both formats keep equal tensors, and drop tensors of equal names."""
+        """Return whether `other` keeps the same tensors, and drops tensors with the same names."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -201,7 +201,7 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a stored permutation assigns columns to groups, so that ranks read all scales."""
+        """Whether a permutation assigns columns to groups; ranks then need all groups' scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
@@ -235,10 +235,10 @@ class TensorFormat:
     def split_width(
         self, columns: int, reads: Callable[[TensorFormat], bool]
     ) -> tuple[TensorFormat, int]:
-        """Split a width to `columns` per rank: rows of one matrix, and columns of the next.
+        """Split a width (rows of one matrix, columns of the next) into `columns` per rank.
 
-        Returns the format of the next matrix, and the unit of the split. A split may divide a group
-        of columns with one scale; if the kernel `reads` smaller groups, each part gets the scale.
+        Returns the format of the next matrix, and the unit of the split. A split may divide columns
+        that share a scale; if the kernel `reads` smaller groups, each part gets the scale.
         """
         held = self
         if self.regroup is not None and columns % self._group:
@@ -298,7 +298,7 @@ class ActivationFormat:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Matrices [..., rows, columns] in memory, as tensors by their names in checkpoints."""
+    """The tensors in memory that store matrices [..., rows, columns], by their checkpoint names."""
 
     format: TensorFormat
     tensors: Mapping[str, Tensor]

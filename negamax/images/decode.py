@@ -22,9 +22,9 @@ def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> byt
     """Return a packed `HEADER`, followed by the first frame as uint8 [height, width, 3].
 
     `data` is a PNG, JPEG, GIF or WEBP file in base64. `rule` and `longest` are arguments of
-    `sizes.fit`. The frame is rotated upright and drawn on a white background. Without
-    `needs_pixels`, return only the `HEADER`, which ignores the rotation. Raises
-    `InvalidRequestError`. The caller adds the image's position to the error message.
+    `sizes.fit`. The frame is rotated upright and drawn on a white background. If `needs_pixels` is
+    false, return only the `HEADER`, whose size ignores the rotation. Raises `InvalidRequestError`.
+    The caller adds the image's position to the error message.
     """
     try:
         image = Image.open(io.BytesIO(_decode_base64(data)), formats=FORMATS)

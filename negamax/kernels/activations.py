@@ -36,7 +36,7 @@ class SwiGlu:
     def __call__(
         self, gate_up: Tensor, *, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     ) -> Tensor:
-        """Map gate_up [T, 2 * width], whose first half is the gate, to [T, width] in its dtype.
+        """Map gate_up [T, 2 * width], gate columns first, to [T, width] in gate_up's dtype.
 
         With the default constants, silu(g) and its product with u are each rounded to gate_up's
         dtype. With other constants, only the final product is rounded. `sigmoid` maps fp32 to fp32.

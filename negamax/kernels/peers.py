@@ -91,7 +91,7 @@ class Collective(Protocol):
         """Sum tensor [size * n, ...] over ranks, and return this rank's rows [n, ...]."""
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        """Concatenate the ranks' `tensor`s, which have one shape, along `dim` in rank order."""
+        """Concatenate the ranks' `tensor`s of equal shape along `dim`, in rank order."""
 
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None

@@ -26,10 +26,10 @@ _ROWS = 4096  # number of embedding rows that `map_rows` changes at a time
 class RmsNorm:
     """Completes a sum over ranks, adds it to the residual stream, and applies RMS norm.
 
-    On the CPU and with small batches, every rank holds all rows of the stream. With large batches
-    on GPUs, a rank holds only some rows from the first to the last norm of a step
-    (`kernels/collectives/triton.py`). `activation`: quantized format that the next layer reads.
-    `gemma`: the checkpoint stores the weights minus 1.
+    On the CPU and with small batches, every rank holds all rows of the residual stream. With large
+    batches on GPUs, a rank holds only some rows of the stream from the first to the last norm of a
+    step (`kernels/collectives/triton.py`). `activation`: quantized format that the next layer
+    reads. `gemma`: the checkpoint stores the weights minus 1.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RmsNorm:
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
     def __call__(self, part: Partial, residual: Tensor) -> Tensor | QuantizedActivations:
-        """Add the sum of `part` over its group to residual [T, width]; return the RMS norm."""
+        """Add `part`, summed over part.group, to residual [T, width]; return the RMS norm."""
         if part.group.size == 1:
             return self._add_rms(part.x, residual, self.prepared)
         return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)

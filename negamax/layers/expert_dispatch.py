@@ -159,8 +159,8 @@ class DistributedTokens(ReplicatedTokens):
     """The dispatch for data-parallel ranks, which have different tokens. Each rank pads its tokens
     to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
-    In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
-    context-parallel ranks have the same tokens. In unsharded steps, only ranks with the same
+    In a sharded step, context-parallel ranks also exchange their shards of tokens. In an unsharded
+    step, context-parallel ranks have the same tokens. In unsharded steps, only ranks with the same
     context-parallel index exchange tokens, and results are summed over context-parallel ranks.
     """
 

@@ -23,7 +23,7 @@ class KvScales:
         ]
 
     def finish_loading(self) -> None:
-        """Raises `CheckpointError` for an invalid scale, or if one of the two scales is absent."""
+        """Raises `CheckpointError` for an invalid scale, or if only one scale is stored."""
         written, absent = (
             [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
         )

@@ -245,7 +245,7 @@ class SparseMoe:
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
     """Return a side stream that waits for the current stream, in captured steps of few tokens.
 
-    `ids`: [T, top_k]. Return None for other steps, in which no time would be saved.
+    `ids`: [T, top_k]. Return None if a step is not captured or has many tokens.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None

@@ -33,7 +33,7 @@ class FullWidthNorm:
         ]
 
     def finish_loading(self) -> None:
-        """Do nothing: these weights need no change after loading."""
+        """Do nothing: the norm weights need no change after loading."""
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize this rank's q and k [T, heads, head_dim] fp32."""

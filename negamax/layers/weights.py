@@ -30,7 +30,7 @@ class LayerSetup:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor of a quantized matrix, which a slot keeps as stored."""
+    """One checkpoint tensor of a quantized matrix; a slot keeps the tensor as stored."""
 
     tensor: StoredTensor
     # shape of the matrix and this rank's region of it; None: shape and region of the slot
@@ -118,8 +118,8 @@ class WeightSlot:
         self.write_part(tensor)
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
-        """Write the part `region` and return the written view of the parameter. `matrix`: shape of
-        the matrix for which valid values are computed, by default `matrix_shape`.
+        """Write the part `region` and return the written view of the parameter. `matrix`: matrix
+        shape that determines the valid values of a compared tensor, by default `matrix_shape`.
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice; remove one")
@@ -269,7 +269,7 @@ class MatrixWeight:
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return (copies of each entry, copies to skip) per dimension of `tensor`, to fill `held`."""
+    """Return per dimension how often `held` repeats `tensor`'s entries, and copies to skip."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):
@@ -286,10 +286,11 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """Return a kernel, a weight format and its reason for the matrices `names`, which share a
-    parameter. The reason is "" if the format is the checkpoint's format. The checkpoint's format is
-    kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: number of
-    columns of one matrix on this rank. `shares`: each split axis and its length per rank.
+    """Return a kernel and a weight format for the matrices `names`, which share a parameter, and
+    the reason for the format. The reason is "" if the format is the checkpoint's format. The
+    checkpoint's format is kept if all matrices have it, a kernel reads it and no shard cuts a
+    group. `columns`: number of columns of one matrix on this rank. `shares`: each split axis and
+    its length per rank.
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:

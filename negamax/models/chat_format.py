@@ -51,7 +51,7 @@ ReasoningState = Literal["open", "optional", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Prompt template and output parser of a model. Without `reads_calls`, calls stay text."""
+    """Prompt template and output parser of a model. If `reads_calls` is false, calls stay text."""
 
     family: ChatFamily
     thinking: Thinking

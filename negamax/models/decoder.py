@@ -52,7 +52,7 @@ class AttentionBlock(Protocol):
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden]."""
+        """Map x [T, hidden] to [T, hidden]."""
 
 
 class DecoderLayer:
@@ -103,7 +103,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class PartialImages:
-    """Images after some layers of a vision tower."""
+    """Image patches after some layers of a vision tower."""
 
     h: Tensor  # [patches, width]
     angles: tuple[Tensor, Tensor]  # cos and sin of the rotary embedding, each [patches, 1, R] fp32
@@ -220,12 +220,12 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run this rank's layers on token_ids [T] int64.
 
-        Returns the final hidden states [T, hidden] and the captured streams. `kv` lists the caches
-        of each layer. If `kv` is shorter than the stage, only the first layers run.
+        Returns the final hidden states [T, hidden] and the captured residual streams. `kv` lists
+        the caches of each layer. If `kv` lists only some of the layers, only the first layers run.
 
         `capture` lists layer numbers. The residual stream [T, hidden] that enters each layer in
         `capture` is summed over the ranks and returned. If `out` is given, each stream is also
-        written to the tensor of its layer in `out`. The number `spec.num_layers` captures the
+        written to the tensor of its layer in `out`. In `capture`, `spec.num_layers` selects the
         output of the last layer. For a layer of another stage, the tensor in `out` is returned
         unchanged. `images` are the image embeddings for the first stage.
 

@@ -57,7 +57,7 @@ class DraftSpec(ModelSpec):
         raise ConfigError("the draft's files list no target layers to read", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return this spec for `layers` of `target`, or raise `ConfigError` if its sizes differ."""
+        """Return this spec for `layers` of `target`. Raises `ConfigError` for different sizes."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),

@@ -55,7 +55,7 @@ class Placement:
 
 
 class Spellings:
-    """Rules for tensor names: all `aliases`, then the first match in `fused` and in `skipped`."""
+    """Rules for tensor names: all `aliases` apply, and the first match in `fused` and `skipped`."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
@@ -85,7 +85,7 @@ _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 
 
 def layer_of(slot: str) -> int | None:
-    """Return the layer number in a slot's name, or None if it is in no layer."""
+    """Return the layer number in a slot's name, or None if the name has no layer number."""
     match = _LAYER.match(slot)
     return int(match[1]) if match else None
 
@@ -144,10 +144,10 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Return the placement of each checkpoint tensor. The model may lack the slots."""
+        """Return the placement of each checkpoint tensor. The model may lack some slots."""
 
     def layer_of(self, slot: str) -> int | None:
-        """Return the layer number in a slot's name, or None if it is in no layer."""
+        """Return the layer number in a slot's name, or None if the name has no layer number."""
 
     def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
         """List all tensors of a model, named as their weight slots."""

@@ -44,7 +44,7 @@ class WeightKind:
     layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format of the weights on a rank, or `PLAIN` if its experts' formats differ."""
+        """Return the weights' format on a rank, or `PLAIN` if the rank's experts have several."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])

@@ -1,4 +1,4 @@
-"""Choose parallel sizes for this machine's GPUs as `--performance-mode` says, without torch."""
+"""Choose parallel sizes for this machine's GPUs by `--performance-mode`, without using torch."""
 
 from dataclasses import fields, replace
 
@@ -21,7 +21,7 @@ _LOADS = (Workload(1), Workload(256))
 def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
     """Choose the best parallel sizes for the performance mode. Keep `options` if they set a
     parallel size or if there is one GPU. If `one_engine` is False, several replicas may use the
-    GPUs. Raises `ConfigError` if no split of the model fits, and the errors of `locate`.
+    GPUs. Raises `ConfigError` if no split of the model fits the GPUs, and the errors of `locate`.
     """
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:

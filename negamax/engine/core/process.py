@@ -218,7 +218,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends heartbeats, and that reports a dead rank if the loop does not."""
+        """In a thread, send heartbeats and report a dead rank that the loop did not report."""
         stop = threading.Event()
 
         def beat() -> None:

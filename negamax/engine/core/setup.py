@@ -292,9 +292,9 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 
 
 def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> Spec:
-    """Remove the vision tower from `spec` if the files lack it or if the options exclude images.
-    Without a vision tower the server refuses images. A bundled spec gets the ids of the image
-    tokens in its tokenizer, which is not the published one.
+    """Remove the vision tower from `spec` if the model's files lack it or the options exclude
+    images. Without a vision tower the server refuses images. A bundled spec gets the image token
+    ids of the bundled tokenizer, which differs from the published tokenizer.
     """
     if spec.vision is None:
         return spec
@@ -330,9 +330,9 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. A draft without one of them uses the
-    target's, from `folder`. Raises `CheckpointError`, or `ConfigError` if the draft needs tensors
-    of the target that it cannot use.
+    """Record whether `draft` has its own embedding and head. A draft without an embedding or a head
+    uses that of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if the draft
+    cannot use the target's embedding or head.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -488,7 +488,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or `MEASURED` if unknown: plans need only ratios of times."""
+    """Return this machine's GPU or `MEASURED` (no known GPU). Plans need only ratios of times."""
     if device == "cpu":
         return MEASURED
     try:
@@ -502,7 +502,7 @@ def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """Create the expert balancer. Return None if options neither record loads nor move experts."""
+    """Create the expert balancer; None if options neither record expert loads nor move experts."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None

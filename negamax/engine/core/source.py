@@ -94,7 +94,7 @@ def check_model(options: EngineOptions) -> None:
 
 
 def check_start(options: EngineOptions) -> None:
-    """Check the options as a start does, but download nothing. Raises the errors of `locate`."""
+    """Check the options as at engine start, without downloads. Raises the errors of `locate`."""
     check_model(options)
     if not _is_bundled(options.model) and check_model_name(options.model) is None:
         return

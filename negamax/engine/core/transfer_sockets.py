@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def check_transfer_address(config: KvTransferConfig) -> None:
-    """Raise `ConfigError` if other machines can reach the address and no key is set."""
+    """Raise `ConfigError` if other machines reach the address and NEGAMAX_NODE_KEY is not set."""
     if not config.is_loopback and not has_key():
         raise ConfigError(
             f"--kv-transfer-config: kv_ip is {config.host}, and {KEY_VARIABLE} is not set: any "
@@ -57,8 +57,8 @@ class TransferSockets:
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
     ) -> None:
         """Open the sockets. `imports` are the endpoints of this engine's ranks, and `folder`
-        contains the sockets of the ranks until `close`. Raises `ConfigError` if the address needs a
-        key, and `ResourceError` if the address cannot be used.
+        contains the sockets of the ranks until `close`. Raises `ConfigError` if NEGAMAX_NODE_KEY is
+        needed but not set, and `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
         self.transfers: Transfers  # The caller sets `transfers` before it calls methods.
@@ -156,7 +156,7 @@ class TransferSockets:
         connect(socket, tcp_endpoint(host, port))
 
     def _lose(self, peer: PullPeer) -> None:
-        """Close the connection to an engine. The next `poll` ends the pulls from this engine."""
+        """Close the connection to engine `peer`. The next `poll` ends the pulls from `peer`."""
         self._lost[peer] = None
         self._answered.discard(peer)
         if peer in self._peers:

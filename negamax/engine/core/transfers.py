@@ -338,7 +338,7 @@ class Transfers:
             self._finish(pull, "" if message.was_held else "the lease ended during the copy")
 
     def _allocate(self, *, now: float) -> None:
-        """Begin the copies of pulls in order, while host memory has free blocks for a pull."""
+        """Begin the copies of waiting pulls in order, while host memory has room for the next."""
         for pull in [one for one in self._pulls.values() if one.phase is Phase.ALLOCATING]:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)

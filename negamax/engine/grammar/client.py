@@ -106,7 +106,7 @@ class GrammarClient:
         return supervision.is_stopped(self.pid or self._host.process.pid)
 
     def is_silent(self, since: float) -> bool:
-        """Return whether the process, which has had work since `since`, is silent for too long."""
+        """Return whether the process, busy since `since`, has sent nothing for too long."""
         now = time.monotonic()
         seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self.is_ready else START_SECONDS):

@@ -86,7 +86,7 @@ class RequestGrammar:
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Return whether the output, in the state `gate`, is in reasoning without a grammar."""
+        """Return whether the output, in state `gate`, is reasoning; no grammar applies to it."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -266,8 +266,8 @@ class GrammarManager:
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
         """Return the bitmask for `rows` of a launched step, and the constraints of requests that
-        must end because of an error or the end of their grammar. Rows whose mask is late are
-        postponed. `may_wait` extends the wait for masks.
+        must end. A request ends after an error or the end of its grammar. Rows whose mask is late
+        are postponed. `may_wait` extends the wait for masks.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None

@@ -87,7 +87,7 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output with a grammar. A turn computes the output's next mask; turns do not overlap."""
+    """One output with a grammar. A turn computes one mask; turns of an output do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
@@ -266,7 +266,7 @@ class GrammarServer:
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
     ) -> list[bytes]:
-        """Return the mask after each draft token. `mask`: mask of the token before the drafts."""
+        """Return the next mask after each draft token. `mask` is for the first draft token."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0

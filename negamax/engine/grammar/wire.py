@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host process to fork. The message passes the new process's stdin."""
+    """Asks the host process to fork. The message passes a descriptor: the new process's stdin."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.

@@ -89,7 +89,7 @@ class NodeGroup:
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listen for agents. Raises `ConfigError`, or `ResourceError` if a port is in use."""
+        """Listen for agents. Raises `ConfigError` (bad address), `ResourceError` (used port)."""
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
         self._place = network.find_place_of_node_0(options)
@@ -325,7 +325,7 @@ class NodeGroup:
                 self._handle_heartbeat(node, beat)
 
     def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
-        """Handle a heartbeat of this session, except if a later one has arrived."""
+        """Handle a heartbeat of this session unless a later heartbeat of the node has arrived."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number

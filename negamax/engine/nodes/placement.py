@@ -107,7 +107,7 @@ class RayPlacement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """Return the error that the options raise with `count` nodes; None if they raise none."""
+        """Return the error that the options raise with `count` nodes, or None for valid options."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have free resources; `one_day`: free or used resources."""
+        """Return whether `count` nodes have enough free or, with `one_day`, total resources."""
         share = self.share(count)
         room = [
             node.id

@@ -165,7 +165,7 @@ class Driver:
         ray.shutdown()
 
     def _reserve(self) -> tuple[RayPlacement, int]:
-        """Wait for free machines and reserve them. Raises `ResourceError` after a timeout."""
+        """Reserve free machines. Raises `ResourceError` after --ray-placement-timeout seconds."""
         import ray
 
         seconds = self._options.ray_placement_timeout
@@ -251,8 +251,8 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def make_paths_absolute(options: EngineOptions) -> EngineOptions:
-    """Make paths absolute, for processes that run in another folder. Keep the name of an embedded
-    model, even if a folder has the same name.
+    """Make the options' paths absolute, for processes that run in another folder. Keep the name of
+    an embedded model, even if a folder has the same name.
     """
 
     def whole(path: str | None) -> str | None:

@@ -62,7 +62,7 @@ def gather_index(
 
 
 def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
-    """Gather blocks of a cache [num_blocks, ..., head_dim] -> [matrices, 1, keys, head_dim]."""
+    """Gather cache blocks -> [matrices, 1, keys, head_dim], a matrix per sequence and KV head."""
     _, _, block_size, head_dim = cache.shape
     return (
         cache.view(-1, block_size, head_dim).index_select(0, index).view(matrices, 1, -1, head_dim)

@@ -47,8 +47,8 @@ def prepare_qk_norm(
 def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv [T, (heads + 2 kv_heads) * head_dim] into q, k, v [T, heads, head_dim] fp32.
 
-    NaN and infinity in qkv are replaced by finite values. If a cache block is reused, attention
-    multiplies its masked values by a probability of 0, and 0 * NaN would be NaN.
+    NaN and infinity in qkv are replaced by finite values. Attention multiplies masked values of a
+    reused cache block by a probability of 0, and 0 * NaN would be NaN.
     """
     finite = qkv.nan_to_num().float().unflatten(1, (heads + 2 * kv_heads, -1))
     q, k, v = torch.split(finite, [heads, kv_heads, kv_heads], dim=1)
@@ -138,7 +138,7 @@ def qk_norm_rope_write(
     *,
     group: Collective | None = None,
 ) -> Tensor:
-    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
+    """Normalize and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
     Arithmetic is in fp32; results are rounded once, at the end.

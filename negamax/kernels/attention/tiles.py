@@ -82,8 +82,8 @@ def choose_decode_programs(
     min_splits: int = 1,
     constants: DecodeSplit = DECODE,
 ) -> tuple[int, bool]:
-    """Return the number of programs per KV head for tiles of `num_rows` query rows, and whether
-    each program has one split of one sequence: this needs `min_splits` programs per sequence.
+    """Return the number of programs per KV head for tiles of `num_rows` query rows. Also return
+    whether a program has one split of one sequence, which needs `min_splits` programs per sequence.
     """
     runs = constants.programs if num_rows <= 16 else constants.wide_programs
     split, many = (

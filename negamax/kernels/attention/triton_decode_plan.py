@@ -59,7 +59,7 @@ WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """Return a CPU thread's memory for partial results: int32 [words], EMPTY between launches."""
+    """Return this thread's buffer for partial results: int32 [words], EMPTY between launches."""
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -96,7 +96,7 @@ def load_sequence(at):
 
 @triton.jit
 def replace_length(sequence, lengths, seq, C: tl.constexpr):
-    """Return `sequence`; with FEWER_KEYS its length is lengths[seq]."""
+    """Return `sequence`, with the length lengths[seq] if FEWER_KEYS is set."""
     if C.FEWER_KEYS:
         sequence = PlannedSequence(
             sequence.first_tile, sequence.end_tile, tl.load(lengths + seq), sequence.table_index,

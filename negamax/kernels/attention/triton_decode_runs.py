@@ -1,5 +1,5 @@
 """Locate the rows of a decode tile. A tile has the query heads of one KV head for one token. If a
-step verifies draft tokens, a tile has QUERIES adjacent tokens, for which a key is read once.
+step verifies draft tokens, a tile has QUERIES adjacent tokens, and each key is read once per tile.
 
     row = query * GROUP + head of the KV head
 

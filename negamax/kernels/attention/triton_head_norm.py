@@ -66,8 +66,8 @@ def _load_rotated(
     DIM: tl.constexpr, BLOCK_REST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Load the heads `head` [BLOCK_H] at x and rotate them; return their tiles, columns, masks. If
-    `weight` [2, DIM] is given, heads are normalized first, by weight[1] for keys, else weight[0].
-    Heads with `is_plain` are not changed.
+    `weight` [2, DIM] is given, heads are normalized first, by weight[1] (keys) or weight[0]
+    (queries). Heads with `is_plain` are not changed.
     """
     BLOCK_H: tl.constexpr = C.BLOCK_H  # a copy, as Triton 3.6 accepts no struct field in a shape
     cos, sin = angles
@@ -100,7 +100,7 @@ def _write_qkv(
     x, weight, angles, slots, token, tile, q_out, k_cache, v_cache, eps, scales,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the q and k heads of a tile at x, and store its q, k and v heads."""
+    """Normalize and rotate the q and k heads of a tile at x; store its q, k and v heads."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_there = head < C.HEADS + 2 * C.KV_HEADS
     is_q, is_v = head < C.HEADS, head >= C.HEADS + C.KV_HEADS
@@ -123,7 +123,7 @@ def _write_index(
     x, weight, angles, slots, rows, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store a tile of the index heads at x."""
+    """Normalize, rotate and store a tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
     if rows is None:  # the index key has the block and offset of the first KV head's key
@@ -166,7 +166,7 @@ def _head_norm_rope_write_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm, rotate and store BLOCK_H heads of one token."""
+    """Normalize, rotate and store BLOCK_H heads of one token."""
     TILES: tl.constexpr = triton.cdiv(C.HEADS + 2 * C.KV_HEADS, C.BLOCK_H)
     QKV: tl.constexpr = (C.HEADS + 2 * C.KV_HEADS) * C.DIM
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)

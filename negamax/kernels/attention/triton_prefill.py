@@ -192,8 +192,8 @@ def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _find_last_own_key(held, position, is_row, C: tl.constexpr):
-    """Return the index of the last key up to `position` among the keys of a sequence that a rank
-    holds; -1 if the rank has no such key.
+    """Return the index, among this rank's keys of the sequence, of the last key up to `position`;
+    -1 if the rank has no key up to `position`.
     """
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)

@@ -136,7 +136,7 @@ def _qk_norm_rope_write_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm, rotate and store the heads of one token. Grid (T,)."""
+    """Normalize, rotate and store the heads of one token. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = qkv.dtype.element_ty
     qkv += token * ((C.HEADS + 2 * C.KV_HEADS) * C.DIM)

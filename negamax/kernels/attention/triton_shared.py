@@ -70,7 +70,7 @@ def attention_constants(
 
 
 def score_scale(head_dim: int, scale: float) -> float:
-    """Return softmax scale * `scale` of the keys * log2(e), the factor of scores in kernels."""
+    """Return the kernels' factor of scores: softmax scale * `scale` (of the keys) * log2(e)."""
     return head_dim**-0.5 * scale * _LOG2_E
 
 
@@ -82,7 +82,7 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
 
 
 def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
-    """Allocate outputs [T, heads * head_dim]; `quantize`: also FP8, scaled per token and head."""
+    """Allocate [T, heads * head_dim]; with `quantize` also an FP8 copy and scales [T, heads]."""
     assert not quantize or q.shape[2] == GROUP, (
         f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
     )
@@ -90,7 +90,7 @@ def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
 
 
 def multiplies_fp8_keys(q: Tensor, cache: Tensor) -> bool:
-    """Return whether `split_queries` writes bf16 queries q as FP8, for keys of an FP8 cache."""
+    """Return whether kernels multiply bf16 queries (as FP8, by `split_queries`) with FP8 keys."""
     is_wide = q.shape[-1] > 16  # tl.dot multiplies at least 32 columns of FP8
     return is_wide and (cache.dtype, q.dtype) == (FP8, torch.bfloat16) and has_h200_tiles(q.device)
 

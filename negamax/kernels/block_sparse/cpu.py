@@ -102,9 +102,7 @@ def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectS
 
 
 def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
-    """List the shard's blocks of each sequence. Shorter lists are padded with other blocks of the
-    sequence, whose number is replaced by NO_BLOCK.
-    """
+    """List the shard's blocks of each sequence. Padding entries have the number NO_BLOCK."""
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
     counts = is_mine.sum(1, keepdim=True)
@@ -332,7 +330,7 @@ def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.P
 
 
 def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
-    """Plan decodes whose block tables contain indices into flattened tables [rows, topk_blocks]."""
+    """Plan decodes whose block tables index the flattened page tables [rows, topk_blocks]."""
     rows = len(lengths)
     pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)

@@ -94,7 +94,7 @@ def norm_rope_write(
     *,
     index_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and rotate q, k, index_q and index_k, and write k, v and index_k to the caches.
+    """Normalize and rotate q, k, index_q and index_k; write k, v and index_k to the caches.
 
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` has the
     parts of `SparseHeads`; a kernel may overwrite it. index_cache is [num_blocks, 1, block_size,
@@ -142,7 +142,7 @@ class BlockSparsePlan:
 
 
 def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
-    """Check that FP8 output is not requested, and wrap the two arguments."""
+    """Check that FP8 output is not requested, and wrap `queries` and `shape`."""
     assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return BlockSparsePlan(queries, shape)
 

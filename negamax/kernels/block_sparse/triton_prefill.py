@@ -1,5 +1,5 @@
-"""Block-sparse attention of prefills. A program attends with several neighboring queries and the
-GROUP query heads of one KV head to the union of the queries' selected blocks. A bit mask per block
+"""Block-sparse attention of prefills. For several neighboring queries, a program attends with the
+GROUP query heads of a KV head to the union of the queries' selected blocks. A bit mask per block
 states which queries selected the block.
 
     q, out   [T, KV_HEADS * GROUP, DIM]     rows of a tile: (query, head of the group)

@@ -98,7 +98,7 @@ def _larger(a, b):
 
 @triton.jit
 def _follows(seq_lens, block_table_indices, seq, num_seqs):
-    """Return whether the query of sequence `seq` is the next token of the sequence before it."""
+    """Return whether the query of `seq` follows the query of seq - 1 in the same block table."""
     mask = (seq > 0) & (seq < num_seqs)
     grown = tl.load(seq_lens + seq, mask=mask, other=0) - tl.load(
         seq_lens + seq - 1, mask=mask, other=0
@@ -197,8 +197,8 @@ def _score_blocks(
     index_q, cache, table, numbers, scores, stride, width, queries, first, until,
     GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Store `order_scores` of scored blocks first to until - 1 for all index queries of `queries`,
-    and the maximum of each group.
+    """For all index queries of `queries`, store `order_scores` of the scored blocks first to until
+    - 1, and the maximum of each group of blocks.
     """
     row, key = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK)
     is_row = row < queries.count * C.HEADS

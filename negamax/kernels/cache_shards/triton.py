@@ -89,7 +89,7 @@ def partial_prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> PartialResu
 def partial_sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
-    """Run `cache_shards.sparse_decode`. The planned lengths also count blocks of other ranks."""
+    """Run `cache_shards.sparse_decode`; planned sequence lengths also count other ranks' blocks."""
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))

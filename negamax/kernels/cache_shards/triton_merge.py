@@ -41,7 +41,7 @@ class MergeConstants(NamedTuple):
 
 @triton.jit
 def _load_own(parts, lse, head, word, C: tl.constexpr):
-    """Load output words and lse of the heads `head` [rows] of the token at `parts` and `lse`."""
+    """Load a token's output words (from `parts`) and `lse` for the heads `head` [rows]."""
     mask = (head < C.HEADS)[:, None] & (word < C.DIM // 2)[None, :]
     at = as_words(parts) + head[:, None] * (C.DIM // 2) + word[None, :]
     return tl.load(at, mask=mask, other=0), tl.load(lse + head, mask=head < C.HEADS, other=0.0)

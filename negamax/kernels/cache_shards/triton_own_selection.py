@@ -60,7 +60,7 @@ def filter_selection(
     choice: BlockSelection, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockSelection, Tensor | None]:
     """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]
-    int32 (tokens in all selected blocks), also return the number of tokens in the rank's blocks.
+    int32 (tokens in all selected blocks), also return the tokens in the rank's blocks.
     """
     ids = choice.ids
     own = BlockSelection(torch.empty_like(ids), torch.empty_like(choice.pages))

@@ -16,7 +16,7 @@ def all_reduce_add_rms(
     group: Collective | None,  # ranks whose x are summed; None: there is only one rank
     /,
 ) -> Hidden:  # [T, width]
-    """Sum partial sums x of all ranks, add the total to the residual, return the new norm."""
+    """Sum x over parts and ranks, add the total to the residual, return the residual's norm."""
     total = sum_parts(x)
     if group is not None and group.size > 1:
         total = group.all_reduce(total)

@@ -49,7 +49,7 @@ def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
 
 @triton.jit
 def _any_missing(word, flag, mask):
-    """Return whether the flag of any word differs from `flag`, by two instructions per word."""
+    """Return whether any word has a flag other than `flag`; two instructions per word suffice."""
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
     return tl.max(agree(differs).to(tl.uint32, bitcast=True)) != 0
 

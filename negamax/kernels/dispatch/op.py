@@ -1,4 +1,4 @@
-"""Send tokens to experts on other ranks, and return the sums of the outputs.
+"""Send tokens to experts on other ranks, and return the sums of the experts' outputs.
 
 Each rank of a group has its own tokens, padded to the same number of rows on all ranks.
 

@@ -99,7 +99,7 @@ class GemmTiles:
 
 @dataclass(frozen=True)
 class H200GemmTiles(GemmTiles):
-    """Tile sizes measured with the shards of MiniMax-M2 (see the table above)."""
+    """Tile sizes measured with the shards of MiniMax-M2 (see the module's table)."""
 
     multiprocessors: int = 132
 

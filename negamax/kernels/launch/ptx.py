@@ -28,8 +28,8 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 @triton.jit
 def agree(x):
-    """Give all threads that hold the same element of `x` (int32) the same value. If there are fewer
-    elements than threads, all threads get 1 if any value is not 0, else 0.
+    """Give all threads that hold the same element of `x` (int32) the same value. With fewer
+    elements than threads, every thread gets 1 if any value differs from 0, else 0.
 
     If several threads hold the same element, each thread loads it, and Triton assumes that all
     loads return the same value. If other programs write the memory at the same time, a reduction
@@ -128,8 +128,8 @@ def unpack_words(
     "e2m1", or 4 codes of another type.
 
     Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
-    is added to the codes if they are uint4 or if ZEROS. With SCALED, the codes are multiplied by
-    `factor`. `added` and `factor` hold a bf16 number for each half of the codes.
+    is added to the codes if they are uint4 or if ZEROS is set. With SCALED, the codes are
+    multiplied by `factor`. `added` and `factor` hold a bf16 number for each half of the codes.
     `weight_only/triton.py` has the portable version.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":

@@ -8,7 +8,7 @@ from negamax.kernels.quantize.op import quantize_activations
 
 
 def swiglu(gate_up: Tensor, /, *, activation: SwiGlu, quantize: bool = False) -> Hidden:
-    """Activate gate_up [T, 2 * width], gate first, to [T, width]."""
+    """Apply `activation` to gate_up [T, 2 * width], gate columns first -> [T, width]."""
     activated = activation(gate_up)
     return quantize_activations(activated) if quantize else activated
 

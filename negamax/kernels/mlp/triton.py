@@ -74,7 +74,7 @@ def _swiglu_kernel(
 def run(
     gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False
 ) -> Tensor | QuantizedActivations:
-    """Activate [T, 2 * width] -> [T, width]; `quantize` (also FP8) needs width % 128 == 0."""
+    """Map gate_up [T, 2 * width] to [T, width]; FP8 output (`quantize`) needs width % 128 == 0."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     assert not quantize or width % GROUP == 0, (

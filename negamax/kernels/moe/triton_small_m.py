@@ -54,7 +54,7 @@ def _find_pairs(
 def _load_shared_pairs(
     topk_ids_ptr, first_token, num_pairs, expert_id, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Load the last pair of each of BLOCK_M tokens, and whether its expert is `expert_id`."""
+    """Return the last pair of each of BLOCK_M tokens, and whether the pair has `expert_id`."""
     pairs = (first_token + tl.arange(0, BLOCK_M)) * TOP_K + TOP_K - 1
     ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     valid = ids == expert_id

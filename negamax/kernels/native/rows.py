@@ -160,7 +160,7 @@ def _write_heads(
 
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """Return block tables [S, max_blocks] int64 and lengths [S] int64; one query per sequence."""
+    """Return int64 block tables [S, blocks] and lengths [S] of S sequences with one query each."""
     assert not shape.quantize, "CPU kernels have no FP8 output; set quantize=False"
     lengths = torch.tensor(queries.host_seq_lens, dtype=torch.int64)
     return queries.used_tables(shape.block_size), lengths
@@ -216,7 +216,7 @@ def route(
 
 
 def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
-    """Activate gate_up [T, 2 * width], gate first, to [T, width]."""
+    """Apply `activation` to gate_up [T, 2 * width], gate columns first -> [T, width]."""
     assert not quantize, "CPU kernels have no FP8 output; set quantize=False"
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

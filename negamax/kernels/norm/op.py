@@ -46,7 +46,7 @@ def sum_parts(x: Tensor) -> Tensor:
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
-    """Add x [T, width] or partial sums [T, P, width] to the residual in place; return its norm."""
+    """Add x [T, width] or parts [T, P, width] to residual in place; return the residual's norm."""
     residual += sum_parts(x)
     normed = rms(residual, norm)
     return quantize_activations(normed) if norm.quantize else normed

@@ -70,7 +70,7 @@ def normalize_row(
     x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps,
     WORDS: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add x [BLOCK] fp32 to a row of `residual` in place; return its norm as words."""
+    """Add x [BLOCK] fp32 to a row of `residual` in place; return the row's norm as words."""
     at = row.to(tl.int64) * WORDS + index
     even, odd = unpack(residual_words, DTYPE)
     total = pack_pair(even + x_even, odd + x_odd, DTYPE)
@@ -159,7 +159,7 @@ def _add_rms_kernel(
 def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormWeight:
-    """Prepare a norm with weight [width]; `quantize` (also FP8) needs width % 128 == 0."""
+    """Prepare a norm with weight [width]; FP8 output (`quantize`) needs width % 128 == 0."""
     assert not quantize or weight.shape[0] % GROUP == 0, (
         f"FP8 norms need a multiple of {GROUP} columns, not {weight.shape[0]}"
     )
@@ -167,7 +167,7 @@ def prepare(
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
-    """Add x [T, width] or partial sums [T, P, width] to the residual in place; return its norm."""
+    """Add x [T, width] or parts [T, P, width] to residual in place; return the residual's norm."""
     num_tokens, width = residual.shape
     if width % 2:  # the kernel reads rows as 4-byte words
         return spec.add_rms(x, residual, norm)

@@ -12,7 +12,7 @@ from negamax.kernels.op import op, rounding_tolerance
 
 
 def quantize_activations(x: Tensor, /) -> QuantizedActivations:
-    """Quantize x [T, K] to e4m3; per token and 128 columns the scale is max / 448, 1 for zeros."""
+    """Quantize x [T, K] to e4m3; a scale per token and 128 columns is max / 448, or 1 for zeros."""
     assert x.shape[1] % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns: {x.shape}"
     groups = x.float().unflatten(1, (-1, GROUP))  # [T, K / 128, 128]
     largest = groups.abs().amax(dim=-1)

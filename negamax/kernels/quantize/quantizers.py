@@ -56,7 +56,7 @@ def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
 
 
 def to_e2m1_powers(matrix: Tensor, columns: int) -> Codes:
-    """Quantize matrix [N, K] fp32 to FP4 (at most 6) with powers of two as scales."""
+    """Quantize matrix [N, K] fp32 to FP4 (largest value 6) with powers of two as scales."""
     block = (1, columns)
     scale = _power_of_two(_largest(matrix, block) / E2M1_MAX)
     return Codes(_e2m1(matrix / _spread(scale.float(), block, matrix)), scale, block, is_e2m1=True)

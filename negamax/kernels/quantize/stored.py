@@ -169,7 +169,7 @@ def _unpack_words(
 
 
 def _scale(stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the block scales as factors, [..., rows, columns] if they have two dimensions."""
+    """Return block scales as factors of codes; two-dimensional scales are [..., rows, columns]."""
     scale = tensors[spec.name]
     if spec.dtypes == E8M0:
         return scale.view(torch.float8_e8m0fnu)

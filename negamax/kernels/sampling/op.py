@@ -108,7 +108,7 @@ def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
-    """Return the token [R] int64 of the rank with the largest score; best [R], chosen [R]."""
+    """Return the token `chosen` [R] int64 of the rank with the largest score `best` [R]."""
     if group is not None and group.size > 1:
         best, chosen = largest(
             group.all_gather(best.unsqueeze(1), dim=1), group.all_gather(chosen.unsqueeze(1), dim=1)

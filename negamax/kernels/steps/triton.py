@@ -34,7 +34,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write BLOCK entries of `places` and of the other outputs. Grid (blocks,).
+    """Write BLOCK entries of each output. Grid (blocks,).
 
     Programs read no data of other programs, except padding, for which all programs write equal
     values. The kernel starts after its predecessor has ended, so programs do not wait.

@@ -7,8 +7,8 @@ order of `compute_load_order`, with which no thread passes unpacked values to an
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. The scale corrects the value, except for a
-factor of 2^_POST, to stay in the range of bf16. The final sum is multiplied by 2^_POST.
+bf16, which makes the value too small by a power of two. The scale includes the inverse except for
+2^_POST, which keeps the scale in the range of bf16. The final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -157,7 +157,7 @@ def convert_sides(
 
 @triton.jit
 def _split_pairs(each, P: tl.constexpr):
-    """Split a span's factors (or addends) for both halves of codes -> a pair for each product."""
+    """Split a span's factors (or addends) by product -> pairs for the two halves of the codes."""
     first, second = split_by_product(each[0], P), split_by_product(each[1], P)
     if P.CODES == 1:
         pairs = ((first[0], second[0]),)
@@ -328,8 +328,8 @@ def convert_zeros(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat fp32 numbers [N, groups of 128 columns] for the four words of a thread in span `part`
-    of these columns -> [N, 4] for the first and for the second half of the codes. If codes are
+    """Repeat fp32 numbers [N, groups of 128 columns] for the four words that a thread has in span
+    `part` -> two tensors [N, 4]: for the first and for the second half of the codes. If codes are
     converted in pairs, one entry holds the numbers of both halves as two bf16 values.
     """
     ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word are in one group

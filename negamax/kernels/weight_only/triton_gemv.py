@@ -67,7 +67,7 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Return the adjacent columns per thread: 8 for byte scales or many zeros, else _NEIGHBORS."""
+    """Return columns per thread: 8 for byte scales or small zero-point groups, else _NEIGHBORS."""
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
     return 8 if grouped and is_byte else _NEIGHBORS

@@ -118,7 +118,7 @@ class BlockDraftSpec(DraftSpec):
 
 
 def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec:
-    """Read the spec from a parsed config.json. Raises `ConfigError` with the field's name."""
+    """Read the spec from a parsed config.json. Raises `ConfigError` for an invalid field."""
     family = FAMILIES[architecture]
     named = config.get("architectures")
     is_own = isinstance(named, list) and len(named) == 1 and named[0] in family.architectures
@@ -185,7 +185,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     """Merge nested objects, and keep one spelling of each field.
 
-    If `is_own` is false, the file is the target's, and layer sizes without the prefix are ignored.
+    If `is_own` is false, the file is the target's, and the target's layer sizes are ignored.
     """
     flat = {name: value for name, value in _text(config).items() if value is not None}
     own = {

@@ -94,7 +94,7 @@ class BlockAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [R * N, hidden] -> [R * N, hidden]."""
+        """Map x [R * N, hidden] to [R * N, hidden]."""
         step: BlockStep = metadata.prepared[_KIND]
         qkv, cached = self._qkv(x), kv["k"]
         shape = len(step.context.slots), cached.shape[1], self._rows, self._head_dim
@@ -111,7 +111,7 @@ class BlockAttention:
         return self._out(attended, in_parts=True)
 
     def write_context(self, projected: Tensor, at: TokenPlaces, kv: KvCaches) -> None:
-        """Norm, rotate and cache keys and values `projected` [T, rows of `get_context_rows`]."""
+        """Cache values and normalized, rotated keys; projected [T, rows of `get_context_rows`]."""
         self._write(projected, self._context_norm, at, KvCache(kv["k"], kv["v"]))
 
 
@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head; they are optional if the spec has none."""
+        """Return the confidence head's slots, which are optional if the spec has no such head."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -270,7 +270,7 @@ class BlockDraft:
         return Partial(x, self._group), residual
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, len(vocab_range)] fp32 of this rank's vocabulary."""
+        """Map hidden [R, hidden] to logits [R, len(vocab_range)] fp32 of this rank's vocabulary."""
         if self._head is None:
             return self._target.local_logits(hidden)
         return self._head(hidden, LinearOutput(torch.float32))

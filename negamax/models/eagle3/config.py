@@ -80,7 +80,7 @@ class Eagle3Spec(DraftSpec):
         }
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return vLLM's default layers. Raises `ConfigError` for fewer than 7 layers."""
+        """Return vLLM's default layers. Raises `ConfigError` if `num_layers` is below 7."""
         if num_layers < 7:
             raise ConfigError(
                 f"the draft's files list no target layers to read, and the defaults need a "
@@ -98,7 +98,7 @@ def check_no_draft(config: Mapping[str, Any]) -> None:
 
 
 def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
-    """Read the spec from a parsed config.json. Raises `ConfigError` with the field's name."""
+    """Read the spec from a parsed config.json. Raises `ConfigError` for an invalid field."""
     notes: list[str] = []
     use, aux_layers = speculators.Use(), _read_aux_layers
     if speculators.is_speculators(config):

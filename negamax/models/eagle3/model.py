@@ -4,7 +4,7 @@
   first layer:  h += attention([rms(embedding of token t + 1), rms(h)]);  h += mlp(rms(h))
   logits of token t + 2 = head(rms(h))
 
-In the pass for the next draft token, h is the hidden state of this pass instead of the output of
+In each later pass, h is the hidden state that the previous pass returned, instead of the output of
 fc. Layers after the first are Llama layers.
 """
 
@@ -97,7 +97,7 @@ class _Attention:
         self._out.finish_loading()
 
     def __call__(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Partial:
-        """x [T, inputs] -> [T, hidden]; writes the tokens' keys and values to `kv`."""
+        """Map x [T, inputs] to [T, hidden]; write the tokens' keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         q = self.write(x, metadata, kv)
         parts, decodes = [], metadata.num_decodes
@@ -144,7 +144,7 @@ class _Layer:
     def enter_first(
         self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the first attention, and the residual, of token_ids [T]."""
+        """Return the first attention's input and the residual for the tokens token_ids [T]."""
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
         if fused and x.group.size == 1 and x.x.dim() == 2 and not self._is_residual_normed:
@@ -270,7 +270,7 @@ class Eagle3Draft:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """Compare d2t with t2d if the files have t2d. A wrong d2t can pass all other checks."""
+        """Compare d2t with t2d if the files have t2d. A wrong d2t can list valid, distinct ids."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:
@@ -336,7 +336,7 @@ class Eagle3Draft:
         return hidden, residual
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, len(vocab_range)] fp32 of this rank's vocabulary."""
+        """Map hidden [R, hidden] to logits [R, len(vocab_range)] fp32 of this rank's vocabulary."""
         if self._head is None:
             assert self._target is not None
             return self._target.local_logits(hidden)

@@ -1,7 +1,7 @@
 """Read the config.json of drafts that vLLM's speculators library wrote.
 
 `transformer_layer_config` contains the draft's sizes, and `speculators_config` describes its use.
-The other fields of EAGLE3 are at the top level.
+The top level contains EAGLE3 fields such as `draft_vocab_size`.
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default proposal method, else the first listed. Only "greedy" is supported."""
+    """Return the default or else the first proposal method. Only "greedy" is supported."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

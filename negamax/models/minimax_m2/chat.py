@@ -10,7 +10,7 @@ closer decides whether the closer is a tag or data. White space after a closer i
 - `</invoke>` in an open value ends it if another invoke, the block closer or the end follows.
 - `</minimax:tool_call>` in an open value ends it if another block or the end follows.
 - An opener `<parameter name="k">` in an open value ends it only if the tool declares k and the call
-  has no k yet. Such an opener shows that the model omitted the closer of the value.
+  has no k yet. An opener that ends a value shows that the model omitted the value's closer.
 The end of a truncated output does not end a value. A repeated parameter is written twice to the
 JSON arguments, because common JSON readers use the last value. Repeated array parameters are
 joined.
