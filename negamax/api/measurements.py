@@ -30,7 +30,7 @@ _BOUNDS: dict[str, list[float]] = {
 
 
 class Histogram:
-    """The number of values per bucket, and the sum of all. Only one event loop writes each row."""
+    """Counts values per bucket, and sums all values. Only one event loop writes each row."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 

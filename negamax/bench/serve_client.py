@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class ExchangeError(Exception):
-    """Raised without a usable answer. `fresh` is True if no byte of an answer arrived."""
+    """A request got no usable answer. `fresh` is True if no byte of an answer arrived."""
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)

@@ -268,7 +268,7 @@ class BenchOptions:
         return self.random_range_rule
 
     def length_range(self, length: int) -> tuple[int, int]:
-        """Return `length` times (1 - r, 1 + r) as in vLLM, or times (r, 1) as in SGLang."""
+        """Return `length` times (1 - ratio, 1 + ratio) as in vLLM, or (ratio, 1) as in SGLang."""
         ratio = self.random_range_ratio
         if self.range_rule == "sglang":
             return max(1, int(length * ratio)), length

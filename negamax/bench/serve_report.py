@@ -171,7 +171,7 @@ def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, in
 
 
 def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
-    """Return the output tokens in each second; all chunks of an answer count equally."""
+    """Return the output tokens in each second; an answer's tokens are divided among its chunks."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:

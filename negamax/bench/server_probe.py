@@ -68,7 +68,7 @@ async def exchange(
 
 
 def read_object(answer: WholeResponse) -> dict[str, Any]:
-    """Return the JSON object in an answer. Raises `CheckFailure` if there is no object."""
+    """Return the JSON object in an answer. Raises `CheckFailure` if the answer has none."""
     found = answer.read()
     if isinstance(found, dict):
         return found

@@ -84,7 +84,7 @@ class _Piece:
         return self.stop - self.start
 
     def takes(self, span: Span) -> bool:
-        """Return whether `span` is in the same file and near enough to be read in this request."""
+        """Return whether one read can cover this piece and `span`, in the same file."""
         return (
             self.wanted[0].span.file == span.file
             and self.start <= span.start <= self.stop + GAP_BYTES

@@ -1,4 +1,4 @@
-"""Examples of examples.toml, for the help of each command and for the command reference."""
+"""Read examples.toml for the help of each command and for the command reference."""
 
 from negamax.base.tables import read_table
 

@@ -161,7 +161,7 @@ def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup)
 
 
 def _given(flags: list[str], resolved: Resolved) -> str:
-    """Describe the value of the option that has one of `flags`."""
+    """Describe the source and the value of the option that `flags` name."""
     for choice in resolved.choices.values():
         for word in choice.words:
             flag, _, value = word.partition("=")

@@ -162,7 +162,7 @@ def _flags(options: type) -> tuple[Flag, ...]:
 
 
 def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Build the dataclass of fields that are removed from `values`. Raises `ConfigError`."""
+    """Build the dataclass, and remove its fields from `values`. Raises `ConfigError`."""
     chosen = dict(fixed)
     for flag in _flags(options):
         value, name = values.pop(flag.field), flag.names[0]

@@ -103,7 +103,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """Token counts of all choices. A prompt's cached tokens are the fewest of its choices."""
+        """Token counts; a prompt's cached tokens are the minimum over the prompt's choices."""
         prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (prompt tokens, cached tokens)
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:

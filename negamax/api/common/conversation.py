@@ -74,9 +74,9 @@ class PromptBuilder:
         allow_special_tokens_in_text: bool = False,
         images: ImageLoader | None = None,
     ) -> None:
-        """`default_template_kwargs` contains defaults of template variables.
-        With `allow_special_tokens_in_text`, text in a conversation may become control tokens.
-        Without `images`, conversations cannot contain images.
+        """`default_template_kwargs` contains defaults of template variables. With
+        `allow_special_tokens_in_text`, text in a conversation may become control tokens. If
+        `images` is None, conversations cannot contain images.
         """
         self._images = images
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper

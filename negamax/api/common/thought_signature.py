@@ -1,9 +1,9 @@
 """Sign thinking blocks. Clients send back a thought with its signature, or only the signature.
 
-The signature of a shown thought is a MAC of its text. All servers of a model compute equal MACs.
-The signature of a hidden thought contains the compressed thought, so that the next request returns
-the thought to the model. Signatures protect no secret. Anyone can compute the signature of a text,
-and the server accepts thoughts with any signature.
+The signature of a shown thought is a MAC of its text. Servers of one model compute equal MACs of a
+text. The signature of a hidden thought contains the compressed thought, so that the next request
+returns the thought to the model. Signatures protect no secret. Anyone can compute the signature of
+a text, and the server accepts thoughts with any signature.
 """
 
 import base64
@@ -34,7 +34,7 @@ class ThoughtSigner:
         ).decode()
 
     def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
-        """Return the thought within `signature`, and at most `max_bytes` + 1 as the thought's size.
+        """Return the thought within `signature` and the thought's size, at most `max_bytes` + 1.
 
         The thought is None if the signature has no thought or comes from another model.
         """

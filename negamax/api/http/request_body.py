@@ -48,7 +48,7 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body, which count commas, colons and brackets in strings, too."""
+    """Limits of one body. Commas, colons and brackets in strings count, too."""
 
     num_bytes: int
     context_length: int  # context length of the model in tokens

@@ -126,7 +126,7 @@ class RouterApp:
             share.keep(0)  # No retry needs the body now, so free its bytes.
 
     def _answer_itself(self, scope: Scope) -> Response | None:
-        """Answer a route of the router, or return None for a route that servers answer."""
+        """Answer a request to a route of the router; return None for a route of the servers."""
         path = scope["path"]
         if path == "/livez":
             return build_json_response(HealthAnswer("ok"))

@@ -215,8 +215,8 @@ class _Feed:
     def _restart(self) -> None:
         """Forget the blocks of a server that was lost or has a new engine, and replay all events.
 
-        The replay contains the live events that are dropped here. Without a replay, the index lacks
-        the blocks of the dropped events.
+        The replay contains the live events that this method drops. Without a replay, the index
+        lacks the blocks of the dropped events.
         """
         self._end_replay()
         self.index.is_live = False

@@ -284,7 +284,7 @@ class ServerPool:
     def pick_renderer(self, prompt: RoutedPrompt) -> RoutedServer | None:
         """Return the server to ask for the blocks of a prompt, or None if the blocks have no use.
 
-        The server that got the longest prefix before has probably cached the prefix's tokens.
+        The server that received the longest prefix of the prompt has probably cached the prefix.
         """
         ready = self.list_ready()
         able = [each for each in ready if each.can_find_blocks]

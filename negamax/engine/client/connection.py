@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 class EngineChannel:
     """The two sockets of one server process, for use by the event loop only. One call of `receive`
-    passes the outputs of all steps that have arrived together. When the engine has ended, `failed`
-    is called once with the reason.
+    gets all outputs that have arrived together. When the engine has ended, `failed` is called once
+    with the reason.
     """
 
     def __init__(

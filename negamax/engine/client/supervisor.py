@@ -139,7 +139,7 @@ class _SupervisedEngine:
         )
 
     async def start(self) -> None:
-        """Start a ready engine process, and supervise it. Raises errors of `_connect`."""
+        """Start an engine, and supervise it once it is ready. Raises errors of `_connect`."""
         await self._connect()
         self._task = asyncio.create_task(self._supervise())
 

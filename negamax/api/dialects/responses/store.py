@@ -107,7 +107,7 @@ class ResponseStore:
             self.remove(next(iter(largest.responses)), tenant=tenant)
 
     def get(self, response_id: str, *, tenant: str = "") -> StoredResponse | None:
-        """Return a response and mark it as used, or return None if the tenant has no such id."""
+        """Return a response and mark it as used; None if the tenant has no response of this id."""
         own = self._tenants.get(tenant)
         if own is None or response_id not in own.responses:
             return None
