@@ -90,7 +90,7 @@ def get_tenant(request: Request) -> str:
 
 
 def get_owner(request: Request, names: Iterable[str] = ()) -> Owner:
-    """Return the owner of a request. The client can abort the request by each id in `names`."""
+    """Return the owner of a request. The client can abort the request by any id in `names`."""
     return Owner(
         get_tenant(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
     )

@@ -30,7 +30,7 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger. `level` is for Negamax; libraries log warnings and errors only.
+    """Configure the root logger. Negamax logs from `level` on, and libraries from warnings on.
     `log_format` is "text" or "json". `replica` is the index of this engine if several engines run.
     """
     handler = StderrHandler()
@@ -75,7 +75,7 @@ def recent_lines() -> list[str]:
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Log an uncaught exception. Python's own hooks would print plain text in a JSON log."""
+    """Log an uncaught exception. Python's default hook would print plain text in a JSON log."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     logger = logging.getLogger("negamax")

@@ -116,7 +116,7 @@ class Prompts:
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
-        """Make a part of a prompt, which the method `turn` concatenates."""
+        """Make a part of a prompt. The method `turn` joins the parts."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
         if not num_tokens:

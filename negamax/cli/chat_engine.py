@@ -17,7 +17,7 @@ class EngineBackend:
     """A started engine that answers one chat."""
 
     def __init__(self, supervisor: EngineSupervisor, runner: asyncio.Runner) -> None:
-        """Create the backend from a started engine; callers use `start`."""
+        """Create the backend from a started engine. Only `start` calls this method."""
         engine = supervisor.engine
         self.model = engine.info.served_model_name
         self._supervisor = supervisor

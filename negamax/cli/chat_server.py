@@ -20,7 +20,7 @@ class ServerBackend:
     """A running server that answers one chat."""
 
     def __init__(self, address: str, *, api_key: str | None, model: str) -> None:
-        """Create the backend; callers use `connect`."""
+        """Create the backend. Only `connect` calls this method."""
         self.model = model
         self._address = address
         self._headers = _headers(api_key)

@@ -206,7 +206,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 
 
 def _unknown_variables(names: OptionNames) -> list[str]:
-    """Return a note about variables of other servers that foreign.toml does not list, or []."""
+    """Return a note about other servers' variables that foreign.toml does not list, or []."""
     unknown = [
         name
         for name, text in env.find_variables(*_OTHER_SERVERS).items()

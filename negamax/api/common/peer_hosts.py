@@ -1,7 +1,7 @@
 """Check and resolve the host names of prefilling servers in requests.
 
-A few threads resolve names within a time limit, and the engine receives IP addresses. Therefore
-the engine never waits for DNS, and a name cannot resolve to another host later.
+A few threads resolve names within a time limit. The engine receives IP addresses, so the engine
+never waits for DNS, and a name cannot resolve to another host later.
 """
 
 import asyncio

@@ -121,8 +121,8 @@ class Signals:
     """Handles SIGINT, SIGTERM and SIGHUP. Only the event loop changes this object.
 
     The first SIGINT or SIGTERM cancels the start or drains the server. The second signal aborts
-    requests, and the third signal exits at once. SIGHUP reloads the key and TLS files. After
-    the process has lost its terminal, SIGHUP acts like SIGTERM.
+    requests, and the third signal ends the process at once. SIGHUP reloads the key and TLS files.
+    After the process has lost its terminal, SIGHUP acts like SIGTERM.
     """
 
     def __init__(self) -> None:

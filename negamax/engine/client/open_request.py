@@ -52,7 +52,7 @@ class Observer(Protocol):
 
 
 class OpenRequest:
-    """The choices of one prompt. One user in the event loop must `run` or `close` the request.
+    """The choices of one prompt. One caller in the event loop must `run` or `close` the request.
 
     While the request is paused, the updates of a choice are joined to save memory. Consecutive
     outputs are joined until they have `interval` tokens, except the first and the last output.

@@ -120,7 +120,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools of the request and of its system messages. None if tool_choice is 'none'."""
+        """The tools of the request and its system messages, or None with tool_choice 'none'."""
         if self.tool_choice == "none":
             return None
         tools = list(self.tools or ())
