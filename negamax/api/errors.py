@@ -145,7 +145,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     return build_error_response(request.scope, status, answer, headers=headers)
 
 
-# Path segments of APIs for other kinds of models.
+# Path segments of APIs for models that generate no text.
 _OTHER_MODELS = frozenset({
     "audio", "classify", "embed", "embeddings", "images", "moderations", "pooling", "rerank",
     "score",

@@ -24,7 +24,7 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# operation of operations.toml -> prefixes of the names of its kernels
+# operation of operations.toml -> name prefixes of the operation's kernels
 OPERATIONS = {
     operation: tuple(prefixes.split())
     for operation, prefixes in read_table(__file__, "operations.toml").items()

@@ -44,7 +44,7 @@ class Measurement:
     """The result of a run. All records use the same clock, in seconds."""
 
     model: str
-    records: tuple[ResponseRecord, ...]  # One per request, in the order of sending.
+    records: tuple[ResponseRecord, ...]  # One record per request, in the order of sending.
     seconds: float  # Time from the first request to the end of the last request.
     notes: tuple[str, ...]
     interrupted: bool = False

@@ -102,7 +102,7 @@ class Span:
     num_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]  # Shape of the values in the range of bytes.
-    part: tuple[slice, ...]  # The requested part within `shape`; () for all of it.
+    part: tuple[slice, ...]  # The requested part within `shape`; (): the whole shape.
 
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":

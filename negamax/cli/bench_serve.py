@@ -83,7 +83,7 @@ def command(
 class _Files:
     """Where to write the results of a run."""
 
-    folder: Path | None  # Folder for the JSON result; None: do not write one.
+    folder: Path | None  # Folder for the JSON result; None: write no result.
     name: str | None  # File name of the JSON result; None: choose a name from the settings.
     detailed: bool
     plot: Path | None
@@ -102,7 +102,7 @@ def _run_all(
     is_sweep = len(loads) > 1
     documents: list[dict[str, Any]] = []
     for number, (concurrency, count) in enumerate(loads):
-        # Each run has a new seed, so that the server has not cached its prompts.
+        # Each run has a new seed, so that the server has not cached the run's prompts.
         seed = options.seed + number
         load: dict[str, Any] = {"max_concurrency": concurrency, "num_prompts": count}
         one = dataclasses.replace(options, **load, seed=seed)

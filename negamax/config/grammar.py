@@ -153,7 +153,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     opener: Marker
     closer: Marker
     call_opener: Marker  # Tag that begins a block of tool calls, and also ends reasoning.
-    closing_ids: tuple[int, ...]  # Tokens that end the reasoning when its budget is spent.
+    closing_ids: tuple[int, ...]  # Tokens that end the reasoning when the thinking budget is spent.
     max_newlines: int  # Limit of newlines between `closer` and the content.
 
     def check(self, *, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 
 Parts = tuple[range, ...]
-Entries = Mapping[str, TensorEntry]  # tensor name -> entry, of one rank
+Entries = Mapping[str, TensorEntry]  # tensor name -> entry of one rank
 
 
 class JoiningReader(CheckpointReader):

@@ -7,7 +7,7 @@ PROBLEMS = 20  # default number of problems of a suite
 _SAMPLE = 256  # number of lines in the sample that measures tokens per line
 _QUESTION = "What is the number of the {thing}?"
 _FACT = "The number of the {thing} is {number}."
-_NUM_FACTS = 4  # facts per text: the requested fact, and facts about other things
+_NUM_FACTS = 4  # number of facts per text: the requested fact, and unrelated facts
 _LINES = (
     "{person} {verb} the {thing} near {city}.",
     "In {city} there is a {thing} for every {thing2}.",

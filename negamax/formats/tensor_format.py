@@ -113,7 +113,7 @@ class StoredTensor:
     # allowed dtypes, by their PyTorch names; the loader converts the tensor to the first dtype
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
-    also: tuple[str, ...] = ()  # Other allowed dtypes, which the loader dequantizes.
+    also: tuple[str, ...] = ()  # Allowed dtypes besides `dtypes`; the loader dequantizes them.
     level: int = 1  # Level of scales. 1: scales of values; 2: scales of level-1 scales.
     optional: bool = False  # A checkpoint may lack this tensor.
     known: Known | None = None

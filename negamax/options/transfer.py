@@ -23,7 +23,7 @@ HOST_GIB = 4.0  # Main memory for KV blocks, in GiB, if no other option sets the
 
 _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
-# accepted connectors that move blocks within one engine only; they need the role kv_both
+# accepted connectors that move blocks within one engine only and need the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
 # Negamax lacks these connectors of vLLM; the server ignores the option if its role is kv_both.
 _STORES = (

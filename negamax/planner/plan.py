@@ -75,7 +75,7 @@ class Refused:
 
     topology: Topology
     reason: str
-    missing_bytes: float = 0.0  # bytes of memory that each GPU lacks; 0: it has enough
+    missing_bytes: float = 0.0  # bytes of memory that each GPU lacks; 0: memory suffices
 
 
 @dataclass(frozen=True)

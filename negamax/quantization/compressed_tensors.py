@@ -242,7 +242,7 @@ def _read_int8(weights: QuantizationSpec) -> TensorFormat:
     return int8(group_size(weights) if is_grouped else -1)
 
 
-# To add a format of this method, write its reader and add it to this table.
+# To add a format of this method, write a reader and add the reader to this table.
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
     "nvfp4-pack-quantized": partial(_read_floats, stored=_NVFP4, table="compressed_nvfp4"),

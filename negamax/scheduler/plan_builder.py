@@ -25,7 +25,7 @@ class PlanBuilder:
         self.appended_blocks: list[int] = []
         self.sequences: list[Sequence] = []  # one sequence per entry of `slots`
         self.slots: list[int] = []
-        self.drafts: dict[int, int] = {}  # row -> number of its draft tokens, if above 0
+        self.drafts: dict[int, int] = {}  # row -> number of the row's draft tokens, if above 0
         self.chunks: list[tuple[int, bool, Sequence]] = []  # (length, samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:

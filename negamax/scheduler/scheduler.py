@@ -86,7 +86,7 @@ class Scheduler:
         self._in_flight: deque[_UncommittedPlan] = deque()
         # id of the request whose admission was last refused, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # id of a request for which preemption cannot make room, and the gain count it waits for
+        # id of a request for which preemption cannot make room, and gain count that ends the wait
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # id of the last committed step

@@ -220,7 +220,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_id: int
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # index in `token_ids` -> logprobs, if requested.
-    # `prompt_logprobs`: row of the plan -> logprobs of its prompt tokens, except a prompt's first.
+    # `prompt_logprobs`: row of the plan -> logprobs of prompt tokens except a prompt's first.
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # row of the plan -> reason why the row failed
     num_accepted: dict[int, int] = {}  # row of the plan -> number of accepted drafts
@@ -228,7 +228,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     device_seconds: float = 0.0  # GPU time of the step
     idle_seconds: float = 0.0  # time for which the GPU was idle before the step
     expert_counts: bytes = b""  # int64 [layers, experts] selections on all ranks; b"": not wanted
-    num_draft_tokens: dict[int, int] = {}  # row -> number of its drafts, if fewer than planned
+    num_draft_tokens: dict[int, int] = {}  # row -> number of drafts, if fewer than planned
     loaded_step: int = -1  # the loads of plans up to this step id are complete.
     # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i. The
     # list `expected` has one entry more than the proposed drafts; []: no estimate.

@@ -58,7 +58,7 @@ class BatchLayout:
     num_decodes: int
     columns: StepColumns
     seq_len_bounds: Column  # [S] upper bound of each sequence's length after this step
-    prompt_starts: list[int]  # plan's row -> index of its first prompt token in the step, if any
+    prompt_starts: list[int]  # plan's row -> index in the step of the row's first prompt token
     sample_rows: Column  # [R] plan's row for each sample; a row with k drafts has k + 1 samples
     sample_slots: Column  # [R] slot of each sample
     sample_offsets: Column  # [R] offset of each sampled token, as in `StepColumns`
@@ -147,7 +147,7 @@ def build_batch_layout(
     slots, offsets, counts = np.array(decodes + prefills, dtype=np.int64).reshape(-1, 3).T
     query_starts = np.concatenate(([0], counts.cumsum()))
     samples = [
-        # (row of the plan, slot, offset of the sampled token, index of the token before it)
+        # (row of the plan, slot, offset of the sampled token, index of the token before that token)
         (row, plan.slots[row], plan.num_scheduled[row] - place, num_decodes * in_run + last - place)
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled

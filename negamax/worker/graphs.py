@@ -141,7 +141,7 @@ class StepGraphs:
         )
         # shape -> graph of its step; shapes that sample have a second graph for `draw` or `finish`
         self._graphs: dict[StepShape, list[Graph]] = {}
-        # shape -> columns of its latest step, and number of computed tokens of each slot before it
+        # shape -> columns of the latest step, and computed tokens per slot before the step
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:

@@ -22,7 +22,7 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, indices, upload
 from negamax.worker.request_state import RequestState
 
-# One run of the tower encodes at most 5184 image tokens (2016 x 2016 pixels) or a larger image.
+# One run of the tower encodes at most 5184 image tokens (2016 x 2016 pixels) or one larger image.
 _RUN_TOKENS = 5184
 _MOST_TOKENS = 16_384  # image tokens of the largest image (3584 x 3584 pixels)
 

@@ -41,7 +41,7 @@ class NixlMover:
                 hint="install negamax[pd], or use the kv_connector TcpConnector",
             ) from None
         self._kinds, self._messages = kinds, TcpMover(context, kinds)
-        self._peers: dict[str, tuple[str, wire.Description]] = {}  # endpoint -> (agent, its memory)
+        self._peers: dict[str, tuple[str, wire.Description]] = {}  # endpoint -> (agent, memory)
         layouts = [
             wire.KindLayout(memory.data_ptr(), kind.blocks.shape)
             for kind, memory in zip(kinds, pool.host, strict=True)

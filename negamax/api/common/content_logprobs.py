@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched characters are removed from `_text` once they exceed this number.
+_COMPACT_CHARS = 65_536  # More matched characters than this are removed from `_text`.
 _SPACE = re.compile(r"\s*")
 
 
@@ -46,7 +46,7 @@ class ContentLogprobs:
         self._at = 0  # position in `_text` at which the last match ends
         self._end = 0  # Number of characters of the generated text so far.
         self._of_block: dict[int, list[ChatLogprob]] = {}  # content block's index -> logprobs
-        self._num_parts: dict[int, int] = {}  # block index -> number of matched parts of its text
+        self._num_parts: dict[int, int] = {}  # block index -> number of matched parts of text
         self._latest = -1  # Index of the block that was matched last.
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:

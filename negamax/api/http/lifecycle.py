@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # Greatest age of process 0's heartbeat at which other processes are ready.
+_SILENT_SECONDS = 0.75  # Other processes are ready if process 0's heartbeat is at most this old.
 
 
 class Lifecycle:

@@ -53,7 +53,7 @@ class RequestThreads:
         self._lock = threading.Lock()
         self._num_free = num_threads
         self._num_large = num_large
-        self._large = Counter[str]()  # sender -> number of its large tasks in progress
+        self._large = Counter[str]()  # sender -> number of the sender's large tasks in progress
         self._flows: dict[tuple[str, int], _Flow] = {}  # (sender, size class) -> flow
         self._waiting: list[_Flow] = []  # Flows with waiting work.
         self._latest = 0.0  # largest `_Flow.seconds` at which work was started

@@ -131,7 +131,7 @@ class RequestModel(BaseModel):
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
     # Values that unsupported fields may have in addition to false, 0, "" and [].
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # field -> its other names
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # field -> other names of the field
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Add the fields of the class's table in unread_fields.toml to those of its base class."""

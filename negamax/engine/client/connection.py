@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# Seconds without a heartbeat until an engine is considered hung. --engine-hang-timeout reduces it.
+# Seconds without a heartbeat until an engine is considered hung, at most --engine-hang-timeout.
 BEAT_TIMEOUT_SECONDS = 30.0
 # Seconds without a heartbeat until an engine on several nodes is considered hung. The time limit
 # between two nodes is shorter (`engine.nodes.wire`). Clients get errors within 3 s of a node's end.

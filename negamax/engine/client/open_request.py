@@ -85,9 +85,9 @@ class OpenRequest:
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # Index of a choice -> its undelivered output.
+        self._waiting: dict[int, RequestOutput] = {}  # Index of a choice -> undelivered output.
         self._unsent: Sequence[GenerateRequest] = ()
-        self._updates: dict[str, SequenceUpdate] = {}  # Sequence id -> its undelivered update.
+        self._updates: dict[str, SequenceUpdate] = {}  # Sequence id -> undelivered update.
         self._failure: Exception | None = None  # Error to raise after delivery of `_updates`.
         self._take: Take | None = None
         self._is_paused = False
@@ -215,7 +215,7 @@ class OpenRequest:
             self._replica.send(*map(wire.AddRequest, unsent))
         stream = self._streams.get(update.request_id)
         if stream is None or self._take is None:
-            return  # The engine sent this update before the abort arrived there.
+            return  # The engine sent this update before the abort arrived at the engine.
         try:
             output = stream.push(update)
         except Exception as wrong:

@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 RANK_MODULE = "negamax.worker.rank_process"
 _LOGPROB_BYTES = 64  # Size of one encoded log-probability, in bytes.
-SHUTDOWN_SECONDS = 5.0  # Time limit for ranks to end; then they are killed.
+SHUTDOWN_SECONDS = 5.0  # Time limit for ranks to end before they are killed.
 CONNECT_SECONDS = 60.0  # Time limit for a started rank to connect to the executor.
 _REMINDER_SECONDS = 30.0  # Time between log lines about ranks that are loading.
 

@@ -40,7 +40,7 @@ from negamax.scheduler.prefix_cache import BlockHashes
 
 logger = get_logger(__name__)
 
-# Number of steps for which the tokens of a removed block are kept, in case it is cached again.
+# Number of steps for which tokens of a removed block are kept, in case the block is cached again.
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500

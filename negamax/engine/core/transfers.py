@@ -36,7 +36,7 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
-UNREAD_SECONDS = 2.0  # Time after which a lease may end if no engine has asked for it.
+UNREAD_SECONDS = 2.0  # Time after which a lease may end if no engine has asked for the lease.
 RENEWALS = 6  # Number of times that a lease is renewed before it would expire.
 MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
@@ -148,7 +148,7 @@ class Transfers:
         prompt_hash = hash_prompt(request, block_size=size)
         key = (peer, remote.lease_id)
         pull = self._pulls.get(key) or self._arrived.get(key)
-        if pull is not None:  # This is another choice of the same prompt.
+        if pull is not None:  # The request is another choice of the pull's prompt.
             if (pull.prompt_hash, pull.cache_salt) != (prompt_hash, request.cache_salt):
                 self._fail([request], f"lease {remote.lease_id} is read for another prompt")
             elif key in self._pulls:

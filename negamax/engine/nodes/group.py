@@ -114,7 +114,7 @@ class NodeGroup:
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
         self._num_peers = 4 * layout.world_size  # Ranks of earlier engines may connect, too.
-        self._limits: list[ConnectionLimit] = []  # One per socket; the first is for `_socket`.
+        self._limits: list[ConnectionLimit] = []  # One limit per socket; first that of `_socket`.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0

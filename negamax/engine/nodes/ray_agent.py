@@ -16,7 +16,7 @@ _CARRIED = ("HF_", "NCCL_")  # Prefixes of environment variables to copy from no
 
 class ActorPlace(msgspec.Struct, frozen=True):
     host: str
-    variables: dict[str, str]  # Variable in `DEVICE_VARIABLES` -> its value.
+    variables: dict[str, str]  # Variable in `DEVICE_VARIABLES` -> value.
 
 
 def carried_variables() -> str:

@@ -76,8 +76,8 @@ class AttentionMetadata:
     # Tokens of all context-parallel ranks; None: the step's tokens are not split over ranks.
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
-    # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. It
-    # exceeds 1 if draft tokens are listed as decodes and only the device stores the lengths.
+    # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. The
+    # number exceeds 1 if draft tokens are listed as decodes and only the device stores the lengths.
     max_decode_run: int = 1
     # The decodes grouped by sequence, for kernels that read the keys of a sequence once. The field
     # is None if the groups are unknown or each sequence has one decode.

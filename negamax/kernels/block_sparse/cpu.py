@@ -62,7 +62,7 @@ class ScoredShard:
     """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache.
-    # [S, sparse blocks] int64, ascending numbers of the blocks that the rank holds, then NO_BLOCK.
+    # `numbers`: [S, sparse blocks] int64, ascending numbers of the rank's blocks, then NO_BLOCK.
     numbers: Tensor
 
 
@@ -157,7 +157,7 @@ def _padded_blocks(length: int, block_size: int) -> int:
 
 
 # Arguments: index_q [S, n, heads, dim], the index cache, the tokens, the size of a sparse block.
-# Result: scores [S, n, heads, sparse blocks] fp32; those of local and later blocks are undefined.
+# Result: scores [S, n, heads, sparse blocks] fp32; scores of local and later blocks are undefined.
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 

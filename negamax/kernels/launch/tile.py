@@ -41,7 +41,7 @@ class Launch:
 
     num_warps: int
     num_stages: int
-    block_n: int = 0  # number of keys per tile; 0 if the kernel has no such size
+    block_n: int = 0  # number of keys per tile; 0: the kernel has no key tiles
     maxnreg: int | None = None  # maximum number of registers per thread; None: the compiler decides
 
     @cached_property

@@ -274,7 +274,7 @@ def _gate_up_large_m_kernel(
     x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; other weights do not use it
     w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: TMA descriptor of this matrix with
     # blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
-    w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one per row of w
+    w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one scale per row
     h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH padded]
     h_scale_ptr,  # [M * TOP_K, WIDTH / BLOCK_N] fp32, written with FP8 or ROUNDED only
     sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
@@ -437,7 +437,7 @@ def _down_large_m_kernel(
     w,  # [num_experts, HIDDEN, WIDTH]; FP8 and not RESIDENT, or ROUNDED: the descriptor of
     # [num_experts * HIDDEN, WIDTH (padded)], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a
     # `PackedWeight`
-    w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one per row of w
+    w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one scale per row
     out_ptr,  # [M, TOP_K, HIDDEN]
     sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
     expert_counts_ptr,  # [num_experts] int32, number of pairs of each expert

@@ -184,7 +184,7 @@ def split_by_product(each, P: tl.constexpr):
         products = (each,)
     elif ROWS == 1:
         products = (each, each)
-    else:  # one `dot` uses the first two of a thread's four words, the other the last two
+    else:  # one `dot` uses the first two of a thread's four words, the next `dot` the last two
         by_half = tl.permute(tl.reshape(each, (ROWS, 4, 2, 2)), (0, 1, 3, 2))
         first, second = tl.split(by_half)
         products = (tl.reshape(first, (ROWS, 8)), tl.reshape(second, (ROWS, 8)))

@@ -31,7 +31,7 @@ class _Kind(IntEnum):
     SEQUENCE = 5  # indices of consecutive expressions
     CHOICES = 6  # indices of alternative expressions
     TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
-    REPEAT = 8  # index of a rule; minimum and maximum number of its repeats
+    REPEAT = 8  # index of a rule; minimum and maximum number of repeats
     TOKEN = 9  # ids of the allowed tokens.
     # `TOKEN_TAG_DISPATCH`: number of tags, then TAG_DISPATCH's fields with tokens instead of texts
     TOKEN_TAG_DISPATCH = 11

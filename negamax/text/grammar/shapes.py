@@ -50,13 +50,13 @@ class ArrayShape:
 class ObjectShape:
     """An object of `least` to `most` members."""
 
-    listed: dict[str, Nodes]  # member name -> schemas of its value
+    listed: dict[str, Nodes]  # member name -> schemas of the member's value
     required: frozenset[str]
     # (language of names, schemas of values) of unlisted members; language None allows any name
     others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None
-    is_closed: bool  # whether the schema lists members and has no keyword for other members
+    is_closed: bool  # whether the schema lists members and has no keyword for unlisted members
     has_patterns: bool = False  # whether the schema limits the names of unlisted members
     type: str = "object"
 

@@ -48,7 +48,7 @@ class CallStyle(ABC):
     # character's class, the later characters' class, and the largest number of later characters
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
-    argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name
+    argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of the name
     lead: Format | None = None  # format of the white space before the first call block
     tag_ids: Mapping[str, int]  # ids of the tags that are written as tokens
 

@@ -133,7 +133,7 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # another family's closing think tag; later text shows if reasoning ends
+        self._closer = ""  # another family's closing think tag; later text shows if reasoning ends.
         # `_opener`: held call opener and its white space; the next tag decides if a block begins.
         self._opener: list[str] = []
         self._opener_is_loose = False

@@ -113,7 +113,7 @@ class _Tables:
         )
         self.last_chars = frozenset(start[-1] for start in self.starts)
         # First character of each word -> largest count of this character in one word. If a word
-        # contains a character n times, only the last n of them in a text can begin the word.
+        # contains a character n times, only the last n of these characters can begin the word.
         self.first_chars = {
             word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
             for word in words

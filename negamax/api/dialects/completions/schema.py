@@ -82,5 +82,5 @@ class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "text_completion"
     # `n` choices per prompt, in prompt order. A stream chunk contains one choice or none.
     choices: list[TextChoice]
-    # Token counts. With include_usage, a stream has counts in some chunks and null in the others.
+    # Token counts. With include_usage, some chunks have counts and all other chunks have null.
     usage: Usage | UnsetType | None = UNSET

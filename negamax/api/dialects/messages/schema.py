@@ -201,7 +201,7 @@ class ThinkingDelta(Struct, frozen=True, tag="thinking_delta", tag_field="type")
 
 
 class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type"):
-    signature: str  # Signature of the whole block, sent at its end.
+    signature: str  # Signature of the whole block, sent at the end of the block.
 
 
 class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
