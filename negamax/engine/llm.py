@@ -87,7 +87,7 @@ def _takes_fields_of(
 
 class LLM:
     """Runs a model in this process. Keyword arguments are the fields of `EngineOptions`, and
-    `chat_template` (a file). vLLM's values, such as `dtype="half"`, are valid, too.
+    `chat_template` (a file path). vLLM's values, such as `dtype="half"`, are valid, too.
 
     An `LLM` is a context manager; `shutdown` ends the workers. An `LLM` is not thread-safe. Raises
     `ConfigError` or `ResourceError` for a model or options that cannot work on this machine.
@@ -129,7 +129,7 @@ class LLM:
         self.shutdown()
 
     def stats(self) -> EngineStats:
-        """Return the numbers of running and waiting requests, and counters since the start."""
+        """Return request counts (running, waiting), and counters since the engine's start."""
         return self._loop.stats()
 
     def shutdown(self) -> None:

@@ -93,8 +93,8 @@ def load_problems(
     count_tokens: Callable[[str], int] | None = None,
 ) -> list[Problem]:
     """Load the first `count` problems of a suite, or a random sample if `seed` is not 0. None loads
-    all problems. `data` is the file of GSM8K. `count_tokens` returns the number of tokens of a
-    text, which generated suites need.
+    all problems. `data` is the path of GSM8K's file. Generated suites need `count_tokens`, which
+    returns the number of tokens of a text.
 
     Raises `InvalidRequestError` for an unknown suite, for a suite with fewer problems, and for an
     unusable file.

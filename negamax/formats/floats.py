@@ -157,7 +157,7 @@ def nvfp4(
 def use_rounded_activations(stored: TensorFormat) -> TensorFormat:
     """Return `stored` with activations rounded to the element type of the weights.
 
-    Formats other than int8 and E4M3 with scales per row or matrix are returned unchanged.
+    Only int8 and E4M3 formats with scales per row or per matrix are changed.
     """
     scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
     is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)

@@ -38,8 +38,8 @@ class SwiGlu:
     ) -> Tensor:
         """Map gate_up [T, 2 * width], gate columns first, to [T, width] in gate_up's dtype.
 
-        With the default constants, silu(g) and its product with u are each rounded to gate_up's
-        dtype. With other constants, only the final product is rounded. `sigmoid` maps fp32 to fp32.
+        With default constants, silu(g) and its product with u are each rounded to gate_up's dtype.
+        With custom constants, only the final product is rounded. `sigmoid` maps fp32 to fp32.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self == SILU:

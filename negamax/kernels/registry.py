@@ -136,8 +136,8 @@ class KernelTable:
     def select(self, choices: Sequence[str]) -> "KernelTable":
         """Apply `choices` in their order; each choice is OP=PROVIDER or `PLAIN_NORM`.
 
-        A fused op runs as separate ops if a choice names the provider of one of these ops. Raises
-        `ConfigError` for ops and providers that this platform does not have.
+        A fused op runs as separate ops if a choice names the provider of one of the separate ops.
+        Raises `ConfigError` for ops and providers that this platform does not have.
         """
         chosen: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for choice in (part.strip() for given in choices for part in given.split(",")):

@@ -33,7 +33,7 @@ class AttentionKind(Protocol):
     name: str
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> Any:
-        """Prepare the state of a step. `kv`: caches of one layer of this kind."""
+        """Prepare the attention state of a step. `kv`: caches of one layer of this kind."""
 
 
 def prepare_attention(

@@ -33,8 +33,8 @@ class SparseMoe:
     """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
 
     The shared expert is one more expert that every token selects. The shared expert is a separate
-    `Mlp` if its format or size differs from other experts, or if ranks hold different experts. The
-    shared `Mlp` is split by width over the ranks with the same tokens.
+    `Mlp` if its format or size differs from the routed experts', or if ranks hold different
+    experts. The shared `Mlp` is split by width over the ranks with the same tokens.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class SparseMoe:
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Use the map `experts` from the next call on. Captured graphs keep their map."""
+        """Use the map `experts` from the next call on. A CUDA graph keeps its captured map."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:

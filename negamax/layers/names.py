@@ -1,4 +1,4 @@
-"""Tensor names of a layer in checkpoints, as its model family defines them."""
+"""Tensor names of a layer in checkpoints, as the model family defines the names."""
 
 from dataclasses import dataclass
 

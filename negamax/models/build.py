@@ -26,8 +26,8 @@ def build_model(
     """Build this rank's part of the model, without weights.
 
     With `keep_quantized`, a matrix stays quantized if a kernel reads its format. The loader
-    dequantizes all other matrices. Raises `ConfigError` for an unknown architecture, and if the
-    ranks of `context.layout` cannot split the sizes of the model.
+    dequantizes every matrix that does not stay quantized. Raises `ConfigError` for an unknown
+    architecture, and if the ranks of `context.layout` cannot split the sizes of the model.
     """
     family = find_family(spec.architecture)
     weights = WeightFormat(kernels.dtype, device, detect(spec.quantization), keep_quantized)

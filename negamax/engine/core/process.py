@@ -144,7 +144,7 @@ class Outbox(AbstractContextManager["Outbox"]):
 
 
 def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
-    """Split a report by server process. Only server 0 gets the token counts of steps."""
+    """Split the loop's report by server process. Only server 0 gets the token counts of steps."""
     parts: dict[int, wire.StepOutputs] = {}
 
     def part(sequence_id: str) -> wire.StepOutputs:
@@ -207,7 +207,7 @@ def _record(loop: EngineLoop, message: wire.Record) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """State of the engine loop, for heartbeats. Only the loop's thread changes this state."""
+    """State of the engine loop that heartbeats report. Only the loop's thread changes the state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

@@ -48,8 +48,8 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. If `options.model` is a draft, use it
-    for the target that its config.json names. Raises `ConfigError` or `CheckpointError`.
+    """Find or download a model, and read its configuration. If `options.model` is a draft, serve
+    the target that the draft's config.json names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)

@@ -35,7 +35,7 @@ class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 
 
 class CloseLease(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """The decoding engine sends this message after its last read. The answer is `LeaseClosed`."""
+    """The decoding engine ends a lease after its last read. The answer is `LeaseClosed`."""
 
     lease_id: str
 

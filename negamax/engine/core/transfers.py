@@ -78,7 +78,7 @@ class _WaitingOpen:
 
 @dataclass
 class TransferCounts:
-    """Counters since the start, named like the fields of `RankStats`."""
+    """Counters since the engine's start, named like the fields of `RankStats`."""
 
     num_remote_prefills: int = 0
     num_failed_prefills: int = 0

@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process, fail its running outputs, recompile its other grammars."""
+        """End a dead or hung process, fail its open outputs, recompile its unopened grammars."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -558,7 +558,7 @@ class GrammarManager:
             self._end_if_free(client)
 
     def _end_if_free(self, client: GrammarClient) -> None:
-        """End `client` if it has no outputs and may hang. End a worker if too many are idle."""
+        """End `client` if it has no outputs and is spent. End a worker if too many are idle."""
         if self._followed_by(client):
             return
         if client is self._client:

@@ -1,7 +1,7 @@
 """Compile grammars and compute masks in grammar processes, which the engine starts.
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
-interrupted. The first process loads the compiler and forks other processes. One forked process
+interrupted. The host process loads the compiler and forks the grammar processes. One forked process
 handles most grammars. Each worker compiles one risky grammar, with low priority and a memory limit.
 """
 
@@ -102,7 +102,7 @@ class _FollowedOutput:
 
 
 class GrammarServer:
-    """Serves one engine. Other threads compute masks, so the serving thread stays free."""
+    """Serves one engine. Threads other than the serving thread compute masks."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ _HEARTBEAT_MS = 1000  # Time between ZeroMQ's own heartbeats.
 
 @dataclass
 class _Node:
-    """The state of another node, which only the receiving thread changes."""
+    """The state of another node. Only the receiving thread changes the state."""
 
     number: int
     ranks: range

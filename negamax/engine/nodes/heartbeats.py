@@ -84,7 +84,7 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Describe a node whose heartbeats have stopped. Ignore nodes that sent no heartbeat."""
+        """Describe a node whose heartbeats stopped. Ignore nodes that never sent a heartbeat."""
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:

@@ -44,7 +44,7 @@ def resolve(host: str) -> str:
 
 
 def check_key(options: NodeOptions) -> None:
-    """Raise `ConfigError` if nodes run on other machines but the user has set no key."""
+    """Raise `ConfigError` if nodes run on other machines and NEGAMAX_NODE_KEY is not set."""
     host = options.master_addr or ""
     if options.nnodes == 1 or has_key():
         return

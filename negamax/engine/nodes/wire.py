@@ -54,7 +54,7 @@ FromAgent = Join | AgentHeartbeat | Leave
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Node 0 tells an agent why it must wait."""
+    """Node 0 tells an agent why the agent must wait."""
 
     reason: str
 

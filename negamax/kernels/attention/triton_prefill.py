@@ -92,7 +92,7 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
 
 
 def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) -> SplitTiles:
-    """Distribute programs over tiles of at most `size` queries by the number of keys of a tile."""
+    """Distribute programs over tiles (at most `size` queries) in proportion to the tiles' keys."""
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])

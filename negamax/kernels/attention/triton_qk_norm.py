@@ -86,7 +86,7 @@ def _sums_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of one token. Grid (T,)."""
+    """Sum the squares of one token's q and of its k. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask = (head < HEADS + KV_HEADS)[:, None] & (column < DIM)[None, :]

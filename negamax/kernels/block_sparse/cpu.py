@@ -1,10 +1,10 @@
 """Block-sparse attention on the CPU, batch-invariant.
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
-tiles of `attention/cpu.py`. Decodes and all other prefill tokens use dense decode attention, with
-each pair of a token and a KV head as a sequence. The block table of a (token, KV head) pair lists
-the pages of the selected blocks; the pair's sequence length depends only on the token's position. A
-query's result therefore does not depend on the batch or on chunk borders.
+tiles of `attention/cpu.py`. Decodes and prefill tokens with more blocks use dense decode attention,
+with each pair of a token and a KV head as a sequence. The block table of a (token, KV head) pair
+lists the pages of the selected blocks; the pair's sequence length depends only on the token's
+position. A query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
 block is selected without a score.
@@ -84,7 +84,7 @@ class SelectShardPlan:
 
 
 def plan_select(queries: AttentionMetadata, shape: SparseShape) -> PartialSelection:
-    """Select all blocks for the tokens that need no scores; plan the scores of other tokens."""
+    """Select all blocks for tokens that need no scores; plan the scores of the scored tokens."""
     positions = queries.positions.view(-1, 1, 1)
     blocks = torch.arange(shape.topk_blocks)
     ids = blocks.where(blocks <= positions // shape.sparse_block_size, -1).int()

@@ -98,7 +98,7 @@ def norm_rope_write(
 
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` has the
     parts of `SparseHeads`; a kernel may overwrite it. index_cache is [num_blocks, 1, block_size,
-    index_dim]. `index_rows` [T] are the row indices of the index keys in this cache (-1: not
+    index_dim]. `index_rows` [T] are the row indices of the index keys in index_cache (-1: not
     written), by default derived from the row indices of k. Arithmetic is in fp32; results are
     rounded once, at the end. The cache of index keys has no scale.
     """

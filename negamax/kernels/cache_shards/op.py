@@ -31,8 +31,8 @@ from negamax.kernels.peers import Collective
 class PartialResults:
     """Attention of T tokens to some of their keys (`out`), and log2 of the softmax sums (`lse`).
 
-    `out` and `lse` are views of `message`. If `message` has several ranks, `out` and `lse` have a
-    leading dimension [ranks].
+    `out` and `lse` are views of `message`. If `message` has the results of several ranks, `out` and
+    `lse` have a leading dimension [ranks].
     """
 
     message: Tensor  # [bytes] or [ranks, bytes] uint8, the memory of `out` and `lse`

@@ -1,10 +1,10 @@
 """Attention to a rank's own blocks on the GPU. The kernels of ordinary attention read the caches
 through a list of the blocks that the rank holds.
 
-A query attends to all tokens of the rank's earlier blocks. If the rank holds the query's own block,
-the query attends to this block up to its position. A decode therefore runs like a decode of a
-shorter sequence. In a run of queries, each query has its own last visible key. A block selection is
-filtered to the blocks of the rank.
+A query attends to all tokens of the rank's blocks before the query's own block. If the rank holds
+the query's own block, the query attends to this block up to its position. A decode therefore runs
+like a decode of a shorter sequence. In a run of queries, each query has its own last visible key. A
+block selection is filtered to the blocks of the rank.
 """
 
 from dataclasses import replace

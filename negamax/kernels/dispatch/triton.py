@@ -15,7 +15,7 @@ more than `PeerRegion.rows` rows, NCCL gathers rows and sums outputs.
 `dispatch` needs only the two buffers of a `PeerRegion`, because in each epoch every rank receives
 the ids of every other rank. In `combine` a rank may receive no words from another rank. Two buffers
 also suffice for `combine`: a rank writes epoch e + 2 only after the preceding `dispatch`. All ranks
-reach this `dispatch` after they have read epoch e of `combine`.
+reach the `dispatch` before epoch e + 2 after they have read epoch e of `combine`.
 """
 
 from collections.abc import Sequence

@@ -191,7 +191,7 @@ class H200GemmTiles(GemmTiles):
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
-        """Return the smaller of two tiles if it needs at most two programs per multiprocessor."""
+        """Return a small tile for up to two programs per multiprocessor, else a large tile."""
         programs = -(-N // 64) * -(-M // 64)
         if programs <= 2 * self.multiprocessors:
             return Tile(64, 64, 128, num_warps=4, num_stages=5)

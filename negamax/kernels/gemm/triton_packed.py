@@ -1,7 +1,7 @@
 """GEMMs with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-`triton_packed_gemv.py` multiplies with few tokens. For many tokens, the whole weight is dequantized
-and passed to cuBLAS. For medium token counts, this kernel dequantizes tiles of w in registers. A
+`triton_packed_gemv.py` has the GEMMs of few tokens. For many tokens, cuBLAS multiplies the whole
+dequantized weight. For medium token counts, the kernel below dequantizes tiles of w in registers. A
 tile of w is the left operand of `tl.dot`, so a weight is unpacked once for up to 128 tokens.
 `kernels/weight_only/triton.py` describes unpacking and its cost. `tiles.py` has the tile sizes.
 """

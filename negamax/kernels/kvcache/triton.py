@@ -28,7 +28,7 @@ def _locate_kernel(
     FIRST: tl.constexpr,  # index of the first sharded block in a rank's cache
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Locate one token; its row indices are -1 if another rank holds its block. Grid (T,)."""
+    """Locate one token: angles, and cache rows (-1 if another rank holds the block). Grid (T,)."""
     wait_for_predecessor(PDL)  # no `launch_dependents`: later kernels read `cos` before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)

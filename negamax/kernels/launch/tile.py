@@ -67,7 +67,7 @@ def warps_of_row(width: int, *, measured: int) -> int:
 def has_h200_tiles(device: torch.device) -> bool:
     """Return whether `device` uses the sizes measured on an H200.
 
-    The H200, the interpreter, sm_100 and sm_103 use these sizes. sm_100 and sm_103 were not
+    The H200, the interpreter, sm_100 and sm_103 use the H200's sizes. sm_100 and sm_103 were not
     measured, but have as much shared memory as the H200.
     """
     return platform.platform_of(device).arch in ("sm_90", "sm_100", "sm_103", "cpu")

@@ -24,7 +24,7 @@ may also cost more, most likely because programs are distributed unevenly over m
 are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
 successor may start early. With `dependent=False` a kernel is launched without PDL.
 
-On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile PDL calls.
+On GPUs without PDL and in the interpreter PDL is False, and Triton compiles no PDL calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -134,7 +134,7 @@ def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constex
     In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
     of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among
     equal runs, Triton 3.8 starts with the last dimension, and older versions start with the first.
-    For older versions this function declares longer runs, which affects nothing else.
+    For older Triton versions, this function declares longer runs, which affects nothing else.
     """
     ptrs = ptrs + offsets
     LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64

@@ -117,7 +117,7 @@ def _run_one_token(
 def _run_many_tokens(
     x: Tensor, selected: SelectedExperts, experts: SeparateExperts, product: Callable[..., Tensor]
 ) -> Tensor:
-    """Sort pairs (token, selection) by expert, run each expert on its slice, restore the order."""
+    """Sort (token, selection) pairs by expert, run experts on slices, restore the pairs' order."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     ids, weights, first, count = selected
     num_tokens, top_k = ids.shape

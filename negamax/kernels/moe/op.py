@@ -81,7 +81,7 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """Run `add_rms`, then `route`; return the normed states, ids and weights."""
+    """Run `add_rms`, then `route`; return the norm, expert ids and routing weights."""
     normed = add_rms(x, residual, norm)
     return normed, *route(normed, router, top_k=top_k, active=active)
 

@@ -132,8 +132,8 @@ _PACKED_LARGE_M = {
 class H200MoeTiles(MoeTiles):
     """Tile sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes
     of MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with
-    packed 8-bit weights, and in prefills with FP8. For M3 with other formats, each program has as
-    many columns as for M2.
+    packed 8-bit weights, and in prefills with FP8. For M3 in formats that were not measured, each
+    program has as many columns as for M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:

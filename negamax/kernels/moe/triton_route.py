@@ -241,7 +241,7 @@ def _route_small_m_kernel(
 @triton.jit
 def _multiply_gate(parts, x, acc):
     """Return acc [experts, tokens] + gate [experts, columns] x [columns, tokens]. Products of bf16
-    are exact, and the tensor cores sum in fp32. For other dtypes of x, and in the interpreter, the
+    are exact, and the tensor cores sum in fp32. If x is not bf16, and in the interpreter, the
     factors are fp32.
     """
     if INTERPRETED or x.dtype != tl.bfloat16:

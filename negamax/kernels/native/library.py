@@ -32,7 +32,7 @@ COMPILE_SECONDS = 60.0
 def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
     """Return the library for tensors in bf16 or fp32; None without a working compiler.
 
-    A failed build is logged. `PyDLL` keeps the GIL, because a call is shorter than a GIL release.
+    A failed build is logged. `PyDLL` keeps the GIL, because a GIL release takes longer than a call.
     """
     compiler = shutil.which(env.get("CC") or "cc")
     if compiler is None:

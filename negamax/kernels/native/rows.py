@@ -229,7 +229,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Te
 
 
 def experts_kernel(linear: AnyKernel) -> AnyKernel:
-    """Make a `moe.experts` kernel: `linear` (`gemm.linear`) runs GEMMs, C code runs the rest."""
+    """Make a `moe.experts` kernel: C code runs all except the GEMMs of `linear` (`gemm.linear`)."""
     product = linear.run
 
     def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:
@@ -275,7 +275,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
 
 
 def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
-    """Make all kernels of this file in the dtype of `linear`, the `gemm.linear` of the experts."""
+    """Make this file's kernels, in the dtype of `linear`, the experts' `gemm.linear` kernel."""
     (dtype,) = linear.dtypes
     options: Any = {"dtypes": (dtype,), "available": lambda: _available(dtype)}
     pages = PagedDecode(

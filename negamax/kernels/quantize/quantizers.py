@@ -100,7 +100,7 @@ def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
 
 
 def _positive(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert `scale` to `dtype`. Scales of 0 become 1, and other scales never become 0."""
+    """Convert `scale` to `dtype`; 0 becomes 1, and the conversion rounds no other scale to 0."""
     stored = scale.to(dtype).clamp_min(torch.finfo(torch.bfloat16).tiny)
     return stored.where(scale != 0, 1.0)
 

@@ -210,8 +210,8 @@ def _restore_sortable(key):
 
 @triton.jit
 def _find_top_places(key, COUNT: tl.constexpr):
-    """Number the COUNT largest of the uint32 keys [N] from 0 in the order of their indices. All
-    other keys get the number COUNT. If keys are equal, the first keys are selected. N <= 2^15.
+    """Number the COUNT largest of the uint32 keys [N] from 0 in the order of their indices. Each
+    smaller key gets the number COUNT. If keys are equal, the first keys are selected. N <= 2^15.
 
     The COUNT-th largest key is found two bits at a time, by counting the keys above a threshold.
     """

@@ -138,7 +138,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `eagle_config` into the other fields, and add Llama's default sizes."""
+    """Merge `eagle_config` into the top-level fields, and add Llama's default sizes."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         refuse("eagle_config", nested, "an object or null")

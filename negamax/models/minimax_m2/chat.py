@@ -17,8 +17,8 @@ joined.
 
 A tag ends at the closing quote of its name, or after a declared name. Instead of parameters, the
 parser also accepts a JSON object or XML elements. A value without an opener belongs to the only
-missing parameter. In an invoke with parameters, text outside them is dropped, unless it looks like
-an argument: then the invoke stays text. An invoke without any argument is not a call.
+missing parameter. In an invoke with parameters, text outside the parameters is dropped. If the text
+looks like an argument, the invoke stays text. An invoke without any argument is not a call.
 """
 
 import enum
