@@ -108,7 +108,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
 
 
 def bundled_spec(name: str) -> ModelSpec:
-    """Return the spec of a published model by its short `name`, to build it without a checkpoint.
+    """Return a published model's spec by its short `name`; no checkpoint is needed.
 
     Raises `ConfigError`, which lists the known names, if `name` is unknown.
     """
@@ -141,7 +141,7 @@ def import_draft_names(spec: DraftSpec) -> DraftNames:
 
 
 def import_init(spec: ModelSpec) -> Init:
-    """Import the module `init` of `spec`'s family, which draws synthetic weights."""
+    """Import the family's module `init`, which draws synthetic weights for `spec`."""
     return cast(Init, import_module(f"{find_family(spec.architecture).package}.init"))
 
 

@@ -77,7 +77,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 
 def own_value(option: str, value: str) -> str:
-    """Return Negamax's name for `value`, which other servers use for the option field `option`."""
+    """Translate another server's `value` of the option field `option` to Negamax's name."""
     for own, names in _TABLES["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
@@ -233,7 +233,7 @@ def _eplb(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
 
 
 def _host_cache(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Convert SGLang's host cache, in GB per rank or as a ratio, to an option of Negamax."""
+    """Convert SGLang's size of the host cache (GB per rank, or ratio to GPU cache) to an option."""
     if not value:
         return Translation()
     size = line.get("hicache_size", "0")

@@ -136,7 +136,7 @@ def _check_owners(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the minimum and maximum n-gram length of lookup, which are equal if one is missing."""
+    """Return the minimum and maximum n-gram length of lookup; a missing length equals the other."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = given.get("prompt_lookup_min", either), given.get("prompt_lookup_max", either)
     if low > high:

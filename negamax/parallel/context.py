@@ -1,4 +1,4 @@
-"""Create the process groups of a rank at its start. All communication uses these groups."""
+"""Create a rank's process groups at its start. Ranks communicate only through process groups."""
 
 from __future__ import annotations
 

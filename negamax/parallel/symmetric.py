@@ -49,7 +49,7 @@ class SharedBuffer:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks in bf16, which is valid until the next call."""
+        """Return the bf16 sum over the ranks, which is valid until the next call."""
         part = self.memory[: tensor.numel()]
         part.copy_(tensor.reshape(-1))
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.group_name)

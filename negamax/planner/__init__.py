@@ -1,1 +1,1 @@
-"""Find the ways to split a model over given GPUs, and predict their memory and speed."""
+"""Find ways to split a model over given GPUs, and predict the memory and speed of each way."""

@@ -7,7 +7,7 @@
 
 All constants were measured on an H200 (docs/performance.md, docs/results). The prediction assumes
 that other GPUs reach the same fractions of their vendor's figures. LAYER_SECONDS and ROW_SECONDS
-are fitted to times per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The
+are fitted to times per token on one, two and four GPUs, and TOKEN_SECONDS to prompt times. The
 other constants were measured one by one. docs/parallelism.md states the prediction error.
 """
 
@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def context(self) -> float:
-        """Number of tokens of a request in the middle of its answer."""
+        """Number of tokens in the context when half of the answer is generated."""
         return self.input_len + self.output_len / 2
 
 

@@ -6,7 +6,7 @@
   - int-quantized: integers of up to 8 bits, one per byte, with a scale per group or per row
   - dense: weights are not quantized, and only the KV cache has scales
 
-If the description rounds activations to 8 bits, some kernels round them with a scale per token.
+If the description sets 8-bit activations, some kernels round activations with a scale per token.
 """
 
 from collections.abc import Callable, Mapping
@@ -115,7 +115,7 @@ _IN_THE_WEIGHTS = "weight_input, weight_output (rotations of activations are not
 
 
 def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ...], TensorFormat]:
-    """Return the targets of a group, which are modules or module classes, and their format."""
+    """Return the targets of a group (modules or module classes), and the group's format."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         refuse(spec, name, group, "an object with weights")
     fields = QuantizationSpec(spec.method, {"format": None, **group}, name)

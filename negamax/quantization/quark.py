@@ -1,6 +1,6 @@
 """Method "quark" (AMD): one format for all modules, and other formats for named modules.
 
-If the description rounds activations to 8 bits, some kernels round them with a scale per token.
+If the description sets 8-bit activations, some kernels round activations with a scale per token.
 """
 
 from collections.abc import Mapping, Sequence

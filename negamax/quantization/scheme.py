@@ -53,7 +53,7 @@ class WeightFormat:
     """How one rank stores its weights.
 
     Unquantized weights have `dtype`. With `keep_quantized`, matrices keep the format in `scheme` if
-    a kernel reads this format. The loader dequantizes all other matrices.
+    a kernel reads this format. The loader dequantizes matrices that do not keep the format.
     """
 
     dtype: torch.dtype

@@ -6,7 +6,7 @@ earlier drafts. Committed steps update the estimates of T and p_i:
 
 - T is the step time measured at start, multiplied by two factors: a factor for all k, which
   follows the growth of contexts, and a factor for each k. A Kalman filter estimates the
-  logarithms of these factors. A draft length k with an uncertain factor gets a better score, so
+  logarithms of both factors. A draft length k with an uncertain factor gets a better score, so
   that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
 - p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
   an unused k again after growing intervals, because the weight of old trials decays. If the draft

@@ -84,7 +84,7 @@ class EncoderCache:
 
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
         """Reserve pages for the images among the next `count` tokens of a sequence. Return how many
-        of these tokens may run in plan `step_id`: tokens before an image that is not encoded yet.
+        of the `count` tokens may run in plan `step_id`: all before an unencoded image.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):

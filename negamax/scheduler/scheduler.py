@@ -140,7 +140,7 @@ class Scheduler:
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
         """Postpone rows of the latest plan until `unblock`: `commit` ignores the rows' samples, and
-        the rows' last tokens run again. The step's `GrammarBitmask` lists these rows.
+        the rows' last tokens run again. The step's `GrammarBitmask` lists the postponed rows.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -350,8 +350,8 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """Plan a row for each running sequence that has one token to run, with up to `most_drafts`
-        drafts if the budget allows. The budget suffices for one token of every running sequence,
-        because admission reserves it. Return, in order, sequences with several tokens to run.
+        drafts if the budget allows. Admission reserves budget for one token of every running
+        sequence. Return, in order, sequences with several tokens to run.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
@@ -432,7 +432,7 @@ class Scheduler:
         return min(wanted, sequence.capacity - sequence.num_total)
 
     def _look_ahead(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Allocate free blocks for the draft model's own KV after this step."""
+        """Allocate free blocks that the draft model needs for its KV after this step."""
         most_drafts = self.limits.num_draft_tokens
         end = min(sequence.num_total + most_drafts - 2, sequence.limit - 1)
         while most_drafts > 1 and end > sequence.capacity and self._pool.num_free:
@@ -493,7 +493,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, a further block must stay free for their growth, which would
+        While other sequences run, a further block must stay free, because their growth would
         otherwise preempt the new sequence. If no sequence runs, all blocks are free.
         """
         if not self._may_admit(sequence):

@@ -88,7 +88,7 @@ class SharedBlocks:
 
     @property
     def holds_kv_blocks(self) -> bool:
-        """Whether a lease holds KV blocks, because they are not in host memory yet."""
+        """Whether a lease holds KV blocks that are not in host memory yet."""
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:
@@ -180,7 +180,7 @@ class SharedBlocks:
         self._blocks.release(blocks.places)
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
-        """Keep the existing host blocks with these hashes allocated until `release`."""
+        """Keep the existing host blocks with `hashes` allocated until `release`."""
         places = [place for each in hashes if (place := self._blocks.find(each)) is not None]
         self._blocks.share(places)
         return places

@@ -2,7 +2,7 @@
 time. A generating row runs again only when its last sampled token can be available.
 
 The first stage needs the token that the last stage sampled. With P stages, each row is therefore in
-one of P consecutive plans. The scheduler spreads rows evenly over these plans.
+one of P consecutive plans. The scheduler spreads rows evenly over the P plans.
 """
 
 from collections.abc import Iterable

@@ -76,7 +76,7 @@ def list_yielding(
 ) -> tuple[list[Sequence], str]:
     """Return rows that may be preempted for a waiting sequence, and their tenant. The rows are
     sorted by computed tokens, and their priority is not better than that of the sequence. The
-    tenant of these rows has the most running rows.
+    returned tenant has the most running rows.
     """
     rows = [
         row

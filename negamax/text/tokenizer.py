@@ -202,8 +202,8 @@ class Tokenizer:
     def cuts(self) -> re.Pattern[str] | None:
         """Pattern of the added tokens at which a text can be split before it is encoded.
 
-        The joined token ids of the parts equal the token ids of the whole text. The pattern is
-        None if the tokenizer does not allow such a split.
+        The joined token ids of the parts equal the token ids of the whole text. The pattern is None
+        if the tokenizer does not allow texts to be split.
         """
         # The tokenizer searches normalized tokens last, in the text between the other added tokens,
         # so a split at a normalized token could change the result.

@@ -1,6 +1,6 @@
 """Build the inputs of a forward pass from a plan and the request state. The host lays out the
-tokens and sends the layout in one transfer. The device adds each slot's number of computed tokens,
-which the host may not have, to the positions.
+tokens and sends the layout in one transfer. To the positions, the device adds each slot's number of
+computed tokens, which the host may not have.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class DraftModelProposer(Proposer):
         raise NotImplementedError
 
     def _finish_loading(self, target: Decoder) -> None:
-        """Prepare the written weights for their kernels. `target` supplies missing weights."""
+        """Prepare the written weights for the kernels. `target` supplies missing weights."""
         raise NotImplementedError
 
     def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:

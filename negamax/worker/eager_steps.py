@@ -38,7 +38,7 @@ _LONG, _SHORT = 16_384, 1024
 
 @torch.inference_mode()
 def compile_eager_steps(runner: ModelRunner) -> None:
-    """Launch the first layers for all sizes of steps, which compiles the kernels."""
+    """Compile the kernels by launching the first layers for all sizes of steps."""
     model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
     entering = None

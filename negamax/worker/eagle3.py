@@ -2,9 +2,9 @@
 KV blocks of the target model.
 
 The first pass runs over every token of the step, and reads the target's residual streams and the
-next token. The caches of both models contain the same tokens, also after prompt chunks and
-prefix-cache hits. Later steps overwrite keys and values of rejected drafts. Each further pass runs
-one token per row, and reads the hidden state of the previous pass.
+next token. The draft model's caches contain the same tokens as the target's, also after prompt
+chunks and prefix-cache hits. Later steps overwrite keys and values of rejected drafts. Each further
+pass runs one token per row, and reads the hidden state of the previous pass.
 
 The draft model's keys of a token depend on the next token. If two sequences share a block, the last
 keys of the block depend on the next token of the sequence that filled the block. Shared blocks may

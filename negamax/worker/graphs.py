@@ -1,9 +1,9 @@
 """Capture and replay steps as CUDA graphs, one graph for each size of steps (`StepShape`).
 
-A host needs several times as long to launch sixty layers kernel by kernel as a GPU needs to run
-these layers. A replay reads slots and token counts from a fixed buffer and everything else from the
-request state. The host therefore sends a few integers and one launch per step, while the previous
-step still runs. A step is padded to the next captured shape of its kind:
+A GPU runs sixty layers several times faster than a host launches the layers kernel by kernel. A
+replay reads slots and token counts from a fixed buffer and everything else from the request state.
+The host therefore sends a few integers and one launch per step, while the previous step still runs.
+A step is padded to the next captured shape of its kind:
 
     kind     shape                    captured work
     rows     (n, n, 1)                decodes: the whole step, from input tokens to sampled tokens
@@ -231,7 +231,7 @@ class StepGraphs:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape) -> Tensor:
-        """Return the step's drafts [rows, drafts] int64. `finish` reads this tensor again."""
+        """Return the step's drafts [rows, drafts] int64. `finish` reads the result again."""
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Run the heartbeat thread of a rank process, which also aborts waits for unresponsive ranks."""
+"""Run a rank's heartbeat thread, which also aborts waits for unresponsive ranks."""
 
 from __future__ import annotations
 

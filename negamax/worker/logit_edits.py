@@ -37,7 +37,7 @@ class LogitEdit(Protocol):
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return the function that edits a row with these parameters; called once per row."""
+        """Return the function that edits a row with `params`; called once per row."""
 
 
 class Penalties:

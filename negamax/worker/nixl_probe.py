@@ -1,7 +1,7 @@
 """Find the lane with which UCX, below NIXL, reads memory of this machine.
 
-If UCX cannot use a transport, it uses a slower one without an error. The check runs this module as
-a program, because UCX reads its settings only once in a process.
+If UCX cannot use a transport, UCX uses a slower transport without an error. The check runs this
+module as a program, because UCX reads its settings only once in a process.
 """
 
 import re

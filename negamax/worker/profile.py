@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 @torch.inference_mode()
 def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     """Measure the GPU bytes of the largest prefill step and of the proposer. The layers share one
-    cache in `dtype`, which stores only the tokens of this step.
+    cache in `dtype`, which stores only the tokens of the measured step.
     """
     model, config, requests = runner.model, runner.config, runner.requests
     proposer, device = runner.proposer, runner.device

@@ -39,7 +39,7 @@ class TokenStates:
 
 
 class DraftRows(NamedTuple):
-    """R rows that need drafts. A row has `lengths` known tokens; the last one has no KV yet."""
+    """R rows that need drafts. A row has `lengths` known tokens; the last token has no KV yet."""
 
     slots: Tensor  # [R] int64, slot of each row
     lengths: Tensor  # [R] int64, number of tokens of each row including the bonus token
@@ -99,7 +99,7 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """Copy embedding rows from the first stage to the last, in a call on both stages."""
+    """Copy embedding rows from the first to all stages. Every stage must call this function."""
     if target.is_first_stage:
         embedding = target.embedding
     else:

@@ -4,9 +4,9 @@ Only the worker changes the state. A slot stores the known tokens, the number of
 the block table and the sampling state. The device writes sampled tokens into the state, so the next
 step can run before the host has read the tokens. The last slot is for padding.
 
-Only the device has the exact number of computed tokens, because it decides which draft tokens are
-accepted. The host stores an upper bound, which includes all drafts until the results of their step
-arrive. The bound is exact if no drafts are in flight.
+Only the device has the exact number of computed tokens, because the device decides which draft
+tokens are accepted. The host stores an upper bound, which includes all drafts until the results of
+their step arrive. The bound is exact if no drafts are in flight.
 
 If preparing, sampling or reporting a row raises an exception, `failures` stores the error and the
 row stays in the batch as a no-op. The steps of all ranks keep the same shape, and the request ends

@@ -61,8 +61,8 @@ class Sampler:
     """Samples from logits that are split over the ranks of `group`. With `on_shards`, ranks
     exchange a value and an index for a row without filters. For a row with a small top_k, ranks
     exchange the tokens with the largest logits. Every rank gathers the whole logits for rows with
-    edits, log-probabilities or other filters. Without `on_shards`, every rank gathers the logits of
-    all rows. Log-probabilities are computed before edits and masks.
+    edits, log-probabilities or filters other than a small top_k. Without `on_shards`, every rank
+    gathers the logits of all rows. Log-probabilities are computed before edits and masks.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class Sampler:
     def _draws(
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sample `members` with filters, in two groups: rows with a small top_k from a fixed number
-        of candidates, other rows from all logits. The two groups are sampled by separate kernels.
+        """Sample `members` (with filters) in two groups: rows with a small top_k from a fixed
+        number of candidates, other rows from all logits. Separate kernels sample the groups.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}

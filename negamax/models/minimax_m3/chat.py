@@ -192,7 +192,7 @@ class MiniMaxM3Block(CallBlock):
 
 
 def _take_element(arguments: ElementArguments, tag: str) -> None:
-    """Read the opener or closer of an element, whose name may begin or end with a slash."""
+    """Read the opening or closing tag of an element, whose name may begin or end with a slash."""
     inner = tag.removeprefix(MARKER).lstrip()[1:-1]
     if inner.startswith("/"):
         name = _read_name(inner[1:], lambda name: arguments.has_open(name) or arguments.lists(name))

@@ -1,7 +1,7 @@
 """MiniMax-M3: the spec, its reader, and the published model.
 
-The reader accepts config.json of MiniMax and of transformers, for the vision-language model and for
-a text model alone. A vision-language config describes the text model in `text_config`. Unknown
+The reader accepts the config.json that MiniMax or transformers writes for a vision-language model
+or for a text model. A vision-language config describes the text model in `text_config`. Unknown
 fields are logged, except in `sparse_attention_config`, where they are errors.
 """
 

@@ -171,8 +171,8 @@ class ElementArguments:
         """Process the closing tag of the element `name`. `tag` is the text of the tag.
 
         A closing tag with a wrong name also ends an element with text. The correct closing tag may
-        follow such a tag. The closing tag of an outer element also closes all inner elements. Any
-        other closing tag of an element that is not open is dropped.
+        follow the wrong tag. The closing tag of an outer element also closes all inner elements.
+        Any other closing tag of an element that is not open is dropped.
         """
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]

@@ -238,8 +238,8 @@ class OutputParser:
         """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
         The held closer ends the reasoning if a line break or a call follows. If the think closer of
-        the model's family follows, the latter closer ends the reasoning. Return True if `lexeme` is
-        white space and was added to the held closer.
+        the model's family follows, the family's closer ends the reasoning. Return True if `lexeme`
+        is white space and was added to the held closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text
@@ -332,7 +332,7 @@ class OutputParser:
             self._is_after_block = False
 
     def _stop_or_emit(self, text: str) -> None:
-        """Emit content up to a stop string. Emit text of other states unchanged."""
+        """Emit content up to a stop string. Outside content, emit the text unchanged."""
         if self._state is not _CONTENT:
             self._emit_content(text)
         else:

@@ -266,7 +266,7 @@ def _convert_number(text: str, *, is_integer: bool = False) -> str | None:
 
 
 def _convert_integer(text: str) -> str | None:
-    """Return the digits of an integer, which may end in ".0". Return None for other text."""
+    """Return the digits of an integer, without a final ".0"; None if `text` is not an integer."""
     text = text.strip()
     point_zero = _POINT_ZERO.fullmatch(text)
     try:

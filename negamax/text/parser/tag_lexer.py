@@ -133,7 +133,7 @@ class TagLexer:
     """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
-    `token_ids` only as tokens. The text is searched for all other tags and for the `patterns`.
+    `token_ids` only as tokens. The text is searched for tags without a token id and for `patterns`.
     `list_named` returns tags whose names contain angle brackets or quotes. Such named tags have a
     literal `rest` and precede the patterns. The first anchor in the text triggers `list_named`.
     """

@@ -41,8 +41,8 @@ def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
     """Return the name of the tool in an invoke tag, or "" if there is no name.
 
     `readings` lists the possible texts of the tag, most likely first. The result is the first name
-    that equals the name of a declared tool, ignoring letter case. If no such name exists, the
-    result is the name in the first reading.
+    that equals the name of a declared tool, ignoring letter case. If no reading names a declared
+    tool, the result is the name in the first reading.
     """
     for candidate in _list_candidates(readings):
         declared = schemas.declared_name(candidate)
