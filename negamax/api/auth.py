@@ -57,7 +57,7 @@ class AuthMiddleware:
             await handle_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
-            if scope["method"] == "HEAD":  # The GET route answers; uvicorn drops the answer's body.
+            if scope["method"] == "HEAD":  # The GET route answers HEAD; uvicorn drops the body.
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return

@@ -27,7 +27,7 @@ from negamax.engine.wire import RankStats
 
 _SAMPLE_SECONDS = 1.0  # Interval over which rates are measured.
 _TEXTS: dict[str, str] = METRICS["texts"]  # Metric -> help text.
-# Counters of copied KV blocks: (field of the statistics, vLLM's copy direction).
+# `_COPIES`: counters of copied KV blocks: (field of the statistics, vLLM's copy direction).
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
 # Counters of KV cache tokens in files: (field of the statistics, SGLang's metric name).
 _FILES = (

@@ -18,7 +18,7 @@ from negamax.base.errors import ResourceError
 _PREFIX = "negamax-"
 _LOCK = "lock"
 _MOST_BYTES = 103  # Longest path of a socket on macOS, in bytes; Linux allows 107 bytes.
-# Longest path of a socket, relative to the parent of the private folder, in bytes.
+# `_OWN_BYTES`: longest path of a socket, relative to the private folder's parent, in bytes.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
 _SECONDS_TO_LOCK = 10.0  # Age in seconds at which an unlocked folder is removed.
 

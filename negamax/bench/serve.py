@@ -29,7 +29,7 @@ from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnRespo
 from negamax.engine.shape import SHAPE
 
 PROBE_CHARS = (64, 4096)  # Characters of two prompts that measure tokens per character.
-# Values of `owned_by` in /v1/models for servers that support continuous_usage_stats.
+# `COUNTING_SERVERS`: `owned_by` in /v1/models of servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")

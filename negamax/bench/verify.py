@@ -27,7 +27,7 @@ from negamax.bench.verify_checks import (
 
 MAX_ATTEMPTS = 10  # Maximum attempts per request, as in MiniMax's published suite.
 SHOWN_FAILURES = 5  # Maximum failures that the report shows per row.
-# Report row -> minimum pass rate in MiniMax's suite; rows that are not listed allow no failure.
+# `THRESHOLDS`: row -> minimum pass rate in MiniMax's suite; unlisted rows allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
 _CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # fields that are not sent
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}

@@ -44,7 +44,7 @@ _UNUSED_NAMES = {
     "float64": "F64", "int16": "I16", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32",
     "uint64": "U64",
 }  # fmt: skip
-# name in safetensors -> PyTorch dtype
+# `DTYPES`: name in safetensors -> PyTorch dtype
 DTYPES = {name: getattr(torch, own) for own, name in {**SAFETENSORS_NAMES, **_UNUSED_NAMES}.items()}
 
 

@@ -44,7 +44,7 @@ _OTHER_SERVERS = ("VLLM_", "SGLANG_", "SGL_", "ATOM_", "AITER_", "HCCL_", "LMCAC
 _READ_LATER = (
     "VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
 )  # fmt: skip
-# Variables that Kubernetes sets for a service, such as one called `vllm`.
+# `_SERVICE_LINK`: variables that Kubernetes sets for a service, such as a service named `vllm`.
 _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP|SCTP)\w*")
 
 

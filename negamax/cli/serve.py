@@ -32,7 +32,7 @@ def check(*, engine: EngineOptions, server: ServerOptions) -> None:
     from negamax.engine.core.source import check_model
     from negamax.engine.nodes.ray_launcher import check_installed
 
-    if not engine.node_rank:  # the other nodes run no server
+    if not engine.node_rank:  # nodes other than node 0 run no server
         resolve_address(server)
     check_model(engine)
     check_installed(engine)

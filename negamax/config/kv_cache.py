@@ -32,8 +32,8 @@ class KvCacheSpec:
     block_tokens: int = 1  # The block size must be a multiple of this number.
     replicated: bool = False  # Whether every rank stores all heads.
     is_sharded: bool = False  # Whether rank r of n stores only blocks b with b % n = r.
-    # Number n of ranks that share each head. If n > 1, rank r of n stores one padding block,
-    # followed by the blocks b with b % n = r.
+    # `holders`: number n of ranks that share each head. If n > 1, rank r of n stores one padding
+    # block, followed by the blocks b with b % n = r.
     holders: int = 1
     is_index: bool = False  # Whether the cache stores index keys of top-k block selection.
     unread_tokens: int = 0  # Decodes of sequences up to this length skip the cache.

@@ -15,7 +15,7 @@ MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.js
 
 _OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method.
 PROVENANCE = "negamax_conversion"  # Key in config.json under which a conversion is recorded.
-# Keys that lead to the file name of the rotation in ModelSlim's description.
+# `_ROTATION`: keys that lead to the file name of the rotation in ModelSlim's description.
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."

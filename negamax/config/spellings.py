@@ -25,8 +25,8 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
-# Data type of AutoRound -> other spellings of this data type. A spelling may end with the
-# rounding "_rceil".
+# `_DATA_TYPES`: data type of AutoRound -> other spellings. A spelling may end with "_rceil"
+# (rounding).
 _DATA_TYPES = {
     "int": "int_sym int_asym",
     "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",

@@ -14,7 +14,7 @@ _refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
 _NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
-# `_OWN` matches the addresses at which the publisher listens; the publisher connects to others.
+# `_OWN` matches addresses at which the publisher listens; the publisher connects to all others.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 

@@ -30,7 +30,7 @@ class ContentLogprobs:
         """`as_ids` is passed to `convert_chat_logprobs`."""
         self._as_ids = as_ids
         self._closer_id = None
-        if chat_format.thinking is not Thinking.RAW:  # Unless RAW, no block has this tag.
+        if chat_format.thinking is not Thinking.RAW:  # RAW blocks contain the closing think tag.
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output

@@ -24,7 +24,7 @@ class Transfer:
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
-    only_prefills: bool = False  # If True, a decoding server answers another copy of the request.
+    only_prefills: bool = False  # If True, another server, which decodes, answers the request.
 
 
 def read_transfer(

@@ -13,7 +13,7 @@ from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 17  # Size limit of an answer's head.
-# Headers that are not relayed, because they belong to one connection or the relay sets them.
+# `_OWN_*`: headers that are not relayed, as they belong to one connection or the relay sets them.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()

@@ -56,7 +56,7 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # paths with remote prefill
 _ROOM_PATHS = _PAIRED_PATHS | {"/generate"}  # paths with remote prefill in SGLang's protocol
 _STORED_PATH = "/v1/responses"  # A response is stored only by the server that created it.
-# Paths with /kv_blocks, which returns the block hashes of a prompt
+# `_BLOCK_PATHS`: paths with /kv_blocks, which returns the block hashes of a prompt
 _BLOCK_PATHS = _PAIRED_PATHS | {MESSAGES_PATH, _STORED_PATH}
 _PREVIOUS = "previous_response_id"  # Only the server that stored this response has the prompt.
 _LEAST_TOKENS = 512  # The prefix of a shorter prompt is not worth a request for its blocks.

@@ -70,7 +70,7 @@ def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
         return RoutedPrompt()  # The server will refuse the body.
-    # Omit the last bracket or quote, so that the next turn's text begins with this text.
+    # Omit each field's last bracket or quote, so that the next turn's text begins with `text`.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
     num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # MAX_BLOCKS: hashes stored per server

@@ -55,7 +55,7 @@ class RoutedServer:
         self._next_ask = 0.0  # Monotonic time before which the server is not asked for blocks.
         self.open_prompts: dict[str, PromptBlocks] = {}  # open request's name -> prompt's blocks
         self.limits: set[asyncio.Timeout] = set()  # Time limits that a failed probe ends.
-        # Counters of requests since the start of the router.
+        # `num_*`: counters of requests since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         self.num_event_hits = 0
         is_https = address.scheme == "https"
@@ -95,7 +95,7 @@ class RoutedServer:
                     if found.block_size > 0 and num_hashed < found.num_tokens:
                         return found
                 elif exchange.status < 500 and exchange.status != 404:
-                    return None  # The server will also refuse the request itself.
+                    return None  # With this prompt, the server will refuse the request.
         except (UnavailableError, TimeoutError, msgspec.MsgspecError):
             pass
         self._next_ask = time.monotonic() + _PAUSE_SECONDS

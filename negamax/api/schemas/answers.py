@@ -78,7 +78,7 @@ class PromptBlocks(Struct, frozen=True):
 
     num_tokens: int  # Number of tokens in the prompt.
     block_size: int  # Number of tokens in a block.
-    # Hashes, as in KV events, of the blocks before the first image. No block has the last token.
+    # `block_hashes` before the first image, as in KV events. No block has the prompt's last token.
     block_hashes: list[int]
 
 

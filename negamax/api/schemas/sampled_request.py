@@ -137,7 +137,7 @@ class EngineRequest(RequestModel):
     """Fields that control how the engine handles a request."""
 
     stream: bool = False  # Answer with events instead of one body.
-    # The scheduler runs requests with lower priority numbers first.
+    # `priority`: the scheduler runs requests with lower numbers first.
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # Time limit of the request in seconds.
     cache_salt: str = Field(default="", max_length=256)  # Each salt has a separate prefix cache.
@@ -174,7 +174,7 @@ class GenerationRequest(SampledRequest):
 
     stream_options: StreamOptions = StreamOptions()  # Settings for streams.
     n: int = 1  # Number of answers to the prompt.
-    # Ids of the only tokens to sample; excludes grammars, forced calls and thinking budgets.
+    # Only `allowed_token_ids` are sampled; excludes grammars, forced calls and thinking budgets.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.

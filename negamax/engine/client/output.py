@@ -34,7 +34,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: list[int]
     pieces: list[TextPiece]  # Pieces of the text, with a token id if one token contains the piece.
     logprobs: list[TokenLogprobs] | None  # Logprobs of the tokens in token_ids.
-    # Logprobs of all prompt tokens after the first token; only in the first output.
+    # `prompt_logprobs` of all prompt tokens after the first token; only in the first output.
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
     stop_reason: int | str | None  # The stop token id or stop string that ended the choice.

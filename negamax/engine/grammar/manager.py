@@ -141,7 +141,7 @@ class GrammarManager:
         self._client: GrammarClient | None = None
         self._workers: list[GrammarClient] = []
         self._risky: list[RequestGrammar] = []  # Grammars that wait for a worker.
-        # Digest of a refused grammar -> (end of the refusal in monotonic seconds, message)
+        # `_refused`: digest of a grammar -> (end of the refusal in monotonic seconds, message)
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None

@@ -5,10 +5,10 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
-# Seconds without a message until a node is considered dead, so clients get an error within 3 s.
+# `SILENCE_SECONDS` without a message: the node is dead, so clients get an error within 3 s.
 SILENCE_SECONDS = 2.0
 DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node is considered dead.
-# Seconds without a heartbeat until an agent reports another agent as dead, later than node 0 does.
+# `NEIGHBOUR_SECONDS` without a heartbeat: an agent reports another as dead, after node 0 does.
 NEIGHBOUR_SECONDS = 2.4
 STALL_SECONDS = 10.0  # Seconds without a TCP message after which a node is considered dead.
 

@@ -40,7 +40,7 @@ class StepTokens:
     """Input of a mixture of experts: data about the T tokens of a step."""
 
     num_actual_tokens: Tensor | None = None  # [1] int32, number of tokens before the padding.
-    # Token positions [T] int64, which select replicas of the experts; None: all positions are 0.
+    # `positions` of tokens [T] int64, which select replicas of the experts; None: all are 0.
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -62,18 +62,18 @@ class AttentionMetadata:
     token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
     block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables.
-    # Lengths [S] int32 with this step's tokens; 0 marks a padding sequence, whose output is 0.
+    # `seq_lens` [S] int32 with this step's tokens; 0 marks a padding sequence, whose output is 0.
     seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32, first query index of each sequence, then the query count
     num_decodes: int
     host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
     host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence.
-    # Number of tokens before the padding, [1] int32; None: there is no padding.
+    # `num_actual_tokens`, before the padding, [1] int32; None: there is no padding.
     num_actual_tokens: Tensor | None = None
     # upper bound of the number of tokens of a rank in this step; None: all ranks have T tokens
     most_tokens: int | None = None
     is_share: bool = False  # Whether context-parallel ranks of any data-parallel rank shard tokens.
-    # Tokens of all context-parallel ranks; None: the step's tokens are not split over ranks.
+    # `shared_tokens` of all context-parallel ranks; None: the step's tokens are not split.
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. The

@@ -70,7 +70,7 @@ class PrefillPlan:
     queries: AttentionMetadata
     shape: PagedShape
     block_m: int  # Maximum number of queries per tile.
-    # Tiles [tiles, 4] int32: index of the first query, number of queries, first position, sequence.
+    # `tiles` [tiles, 4] int32: first query's index, number of queries, first position, sequence.
     tiles: Tensor
     split: SplitTiles | None = None  # Splits of the tiles; None: each tile has one program.
     # `held` is `OwnBlocks.held` if block tables list only this rank's blocks, None if all blocks

@@ -32,7 +32,7 @@ class AttentionConstants(NamedTuple):
     DOT: tl.dtype  # dtype of the operands of tl.dot
     FP8_KEYS: bool = False  # whether tl.dot multiplies FP8 keys without conversion
     SPLIT_KV: bool = False  # Whether each program attends to one split of the keys.
-    # Only decodes use the fields below (`triton_decode.py`).
+    # Only decodes use `WARPS` and the fields below (`triton_decode.py`).
     WARPS: int = 0
     PARTIAL_ROWS: int = 0  # number of rows of a partial result (QUERIES * GROUP, padded)
     QUERIES: int = 1  # number of queries per program

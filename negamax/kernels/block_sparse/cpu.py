@@ -218,8 +218,8 @@ class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
     plan: Callable[[Tensor, SparseShape], Any]  # Makes the plan for sequence lengths [rows] int64.
-    # Arguments: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan;
-    # result: [rows, group * head_dim]
+    # `run`: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan; result:
+    # [rows, group * head_dim]
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 
 

@@ -44,7 +44,7 @@ from negamax.kernels.quantize.native import Outputs, result
 
 _UNION = 128  # maximum number of different blocks that the queries of a tile select
 _MOST_QUERIES = 16  # Maximum number of queries per tile.
-# Words per block of a union: block number, mask of queries, page, scratch for `_unite_kernel`
+# `_WORDS` per block of a union: block number, mask of queries, page, scratch for `_unite_kernel`
 _WORDS = tl.constexpr(4)
 
 

@@ -78,26 +78,26 @@ class ChatRequest(StructuredRequest):
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
     messages: Messages  # At most 16,384 messages; the latest message is last.
-    # Limit of generated tokens. With max_tokens 0, the server only caches the prompt.
+    # `max_tokens`: limit of generated tokens. With 0, the server only caches the prompt.
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
     top_logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
-    # Whether the model may or must call tools, and which tools it may call.
+    # `tool_choice`: whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
     parallel_tool_calls: bool = True  # False allows at most one call per answer.
-    # Requested kinds of output. Only text is supported.
+    # `modalities`: requested kinds of output. Only text is supported.
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
     continue_final_message: bool = False  # Extend the last message. Not with add_generation_prompt.
     echo: bool = False  # Return also the text that continue_final_message continues.
     thinking: ThinkingParam | None = None  # Whether and how long the model thinks.
-    # Selects whether the model thinks, as in M3's chat template.
+    # `thinking_mode` selects whether the model thinks, as in M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
-    # How much the model thinks, if the template uses this field. "none" disables thinking.
+    # `reasoning_effort`: how much the model thinks, if the template uses it; "none": not at all.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
     separate_reasoning: bool | None = None  # SGLang's field; false keeps the reasoning in content.
@@ -213,7 +213,7 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]  # The `n` choices in the order of `index`.
     usage: Usage  # Token counts of the prompt and all choices.
-    # Prompt logprobs: one object per token, with token ids as keys, and null for the first token.
+    # `prompt_logprobs`: one object per token, with token ids as keys, and null for the first token.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, if return_token_ids is set.
 

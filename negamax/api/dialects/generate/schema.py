@@ -144,7 +144,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     spec_accept_token_num: int | UnsetType = UNSET  # Number of accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Fraction of draft tokens that were accepted.
     spec_accept_length: float | UnsetType = UNSET  # Mean generated tokens per step with drafts.
-    # Prompt logprobs: [logprob, token id, text or null] per token from logprob_start_len on.
+    # `input_token_logprobs`: [logprob, id, text or null] per token from logprob_start_len on.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # One entry per answer token.
     # `input_top_logprobs`: the likeliest tokens at each position of the prompt.
@@ -202,7 +202,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
     speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
     avg_spec_accept_length: float | None = None  # Mean generated tokens per step with drafts.
-    # Simulated mean acceptance length of a benchmark, whose answers are meaningless text.
+    # `synthetic_acceptance_length`: simulated mean of a benchmark, whose answers are meaningless.
     synthetic_acceptance_length: float | None = None
 
 

@@ -46,7 +46,7 @@ class ThinkingConfig(RequestModel):
     # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Limit of thinking tokens.
-    # With display "omitted", only the signature contains the thinking.
+    # `display`: with "omitted", only the signature contains the thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -182,7 +182,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     role: str = "assistant"  # Author of the message.
     model: str  # Model name that the request used.
     content: list[ContentBlock]  # Blocks in the order of generation.
-    # Stop reason: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
+    # `stop_reason`: end_turn, max_tokens, model_context_window_exceeded, stop_sequence, tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
     usage: MessageUsage  # Token counts of the prompt and the answer.
@@ -209,7 +209,7 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 
 
 class StopDelta(Struct, frozen=True):
-    # Stop reason: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
+    # `stop_reason`: end_turn, max_tokens, model_context_window_exceeded, stop_sequence, tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
 

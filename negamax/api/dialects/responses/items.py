@@ -234,5 +234,5 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     arguments: str | UnsetType = UNSET  # All arguments of the call as JSON; only in a done event.
     input: str | UnsetType = UNSET  # The whole tool input; only in a done event.
     name: str | UnsetType = UNSET  # Name of the called tool; only in a done event of arguments.
-    # Logprobs of the tokens of `delta` or `text`; only events of output_text have logprobs.
+    # `logprobs` of the tokens of `delta` or `text`; only events of output_text have logprobs.
     logprobs: list[ChatLogprob] | UnsetType = UNSET

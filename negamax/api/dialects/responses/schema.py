@@ -106,7 +106,7 @@ class ResponsesRequest(TurnRequest):
     background: bool = False  # Answer in the background; requires store=true.
     max_output_tokens: int | None = Field(default=None, ge=1)  # Limit of generated tokens.
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
-    # Tools: at most 1,024 functions, custom tools, namespaces, and other tools that clients run.
+    # `tools`: at most 1,024 functions, custom tools, namespaces, and other tools that clients run.
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
     parallel_tool_calls: bool = True  # False allows at most one call per answer.
