@@ -69,7 +69,7 @@ class Sequence:
 
         self.known_at = 0  # first turn (`Turns`) in which the last sampled token may run
         self.num_proposed = 0  # number of draft tokens that follow the last sampled token
-        self.drafts = (0, 0, 0)  # numbers of rows with drafts, drafts, accepted drafts
+        self.drafts = (0, 0, 0)  # counts of rows with drafts, of drafts and of accepted drafts
         self.was_admitted = False
         self.num_cached_tokens = 0  # number of prompt tokens found cached at first admission
         self.resume_after = -1  # last step id that may yield tokens for a preempted sequence

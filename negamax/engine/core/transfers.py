@@ -59,7 +59,7 @@ class _Pull:
     prompt_hash: bytes
     cache_salt: str
     hashes: list[bytes]  # Hashes of the prompt's full blocks, in order.
-    requests: list[GenerateRequest]  # Requests for this prompt that have not ended.
+    requests: list[GenerateRequest]  # Requests for the prompt that have not ended.
     deadline: float  # Time limit of the phase, in monotonic seconds.
     phase: Phase = Phase.OPENING
     opened: LeaseOpened | None = None
