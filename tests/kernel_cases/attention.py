@@ -7,19 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.attention import op
 from negamax.kernels.attention.metadata import (
     AttentionMetadata,
     DecodeRuns,
     PagedShape,
     attention_metadata,
-)
-from negamax.kernels.attention.op import (
-    DECODE,
-    HEAD_NORM_ROPE_WRITE,
-    PREFILL,
-    QK_NORM_ROPE_WRITE,
-    ROPE,
-    ROPE_WRITE,
 )
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.op import AnyKernel
@@ -317,21 +310,21 @@ def _norm_cases(apply: Apply, small: Rows, wide: Rows, **fixed: bool) -> OpCases
 
 
 CASES = {
-    QK_NORM_ROPE_WRITE: _norm_cases(partial(apply_norm, ranks=1), _QK_NORM_SMALL, _QK_NORM_WIDE),
-    HEAD_NORM_ROPE_WRITE: _norm_cases(
+    op.QK_NORM_ROPE_WRITE: _norm_cases(partial(apply_norm, ranks=1), _QK_NORM_SMALL, _QK_NORM_WIDE),
+    op.HEAD_NORM_ROPE_WRITE: _norm_cases(
         apply_norm, _HEAD_NORM_SMALL, _HEAD_NORM_WIDE, norm_per_head=True
     ),
-    ROPE_WRITE: _norm_cases(partial(apply_norm, has_norm=False), _ROPE_SMALL, _ROPE_WIDE),
-    ROPE: OpCases(
+    op.ROPE_WRITE: _norm_cases(partial(apply_norm, has_norm=False), _ROPE_SMALL, _ROPE_WIDE),
+    op.ROPE: OpCases(
         table(_rope_case, _PLAIN_ROPE_SMALL), apply_rope, rope_cost,
         table(_rope_case, _PLAIN_ROPE_WIDE),
     ),
-    DECODE: OpCases(
+    op.DECODE: OpCases(
         both(table(_attention_case, _RUNS_SMALL), table(_decode_case, _DECODE_SMALL)),
         apply_attention, attention_cost,
         both(table(_attention_case, _RUNS_WIDE), table(_decode_case, _DECODE_WIDE)),
     ),
-    PREFILL: OpCases(
+    op.PREFILL: OpCases(
         table(_attention_case, _PREFILL_SMALL), apply_attention, attention_cost,
         table(_attention_case, _PREFILL_WIDE),
     ),

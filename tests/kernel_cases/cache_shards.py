@@ -10,15 +10,7 @@ from negamax.kernels.attention.metadata import CacheShard
 from negamax.kernels.attention.op import DECODE, PREFILL
 from negamax.kernels.block_sparse.op import BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
 from negamax.kernels.block_sparse.selection import BlockSelection
-from negamax.kernels.cache_shards.op import (
-    MERGE_PARTIALS,
-    OWN_ROWS,
-    PARTIAL_DECODE,
-    PARTIAL_PREFILL,
-    PARTIAL_SPARSE_DECODE,
-    PARTIAL_SPARSE_PREFILL,
-    PartialResults,
-)
+from negamax.kernels.cache_shards import op
 from negamax.kernels.kvcache.op import TokenTables
 from negamax.kernels.op import AnyKernel
 from tests.kernel_cases import attention as dense
@@ -136,7 +128,7 @@ def _merge_case(
 
 def apply_merge(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     out, lse = case.tensors.values()
-    parts = PartialResults(out.new_empty(0, dtype=torch.uint8), out, lse)
+    parts = op.PartialResults(out.new_empty(0, dtype=torch.uint8), out, lse)
     return (kernel.run(parts, None, **case.numbers),)
 
 
@@ -148,14 +140,14 @@ def merge_cost(case: Case) -> Cost:
 
 _EVERY = slice(None)
 CASES = {
-    OWN_ROWS: OpCases(own_rows_small, apply_own_rows, own_rows_cost),
-    PARTIAL_DECODE: _parts(dense.CASES[DECODE], apply_attention, slice(-3, None), 4),
-    PARTIAL_PREFILL: _parts(dense.CASES[PREFILL], apply_attention, _EVERY, 3),
-    PARTIAL_SPARSE_DECODE: _parts(
+    op.OWN_ROWS: OpCases(own_rows_small, apply_own_rows, own_rows_cost),
+    op.PARTIAL_DECODE: _parts(dense.CASES[DECODE], apply_attention, slice(-3, None), 4),
+    op.PARTIAL_PREFILL: _parts(dense.CASES[PREFILL], apply_attention, _EVERY, 3),
+    op.PARTIAL_SPARSE_DECODE: _parts(
         sparse.CASES[BLOCK_SPARSE_DECODE], apply_sparse_attention, slice(1, 3), 3
     ),
-    PARTIAL_SPARSE_PREFILL: _parts(
+    op.PARTIAL_SPARSE_PREFILL: _parts(
         sparse.CASES[BLOCK_SPARSE_PREFILL], apply_sparse_attention, slice(2, None), 3
     ),
-    MERGE_PARTIALS: tabled(_merge_case, _MERGE_SMALL, apply_merge, merge_cost, _MERGE_WIDE),
+    op.MERGE_PARTIALS: tabled(_merge_case, _MERGE_SMALL, apply_merge, merge_cost, _MERGE_WIDE),
 }

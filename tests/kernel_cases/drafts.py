@@ -4,14 +4,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import PagedShape
-from negamax.kernels.drafts.op import (
-    ADVANCE_ROWS,
-    ATTEND_BLOCK,
-    COUNT_ACCEPTED,
-    EMBED_NORMS,
-    RECORD_DRAFTS,
-    BlockContext,
-)
+from negamax.kernels.drafts import op
 from negamax.kernels.kvcache.op import FP8, KvCache
 from negamax.kernels.op import AnyKernel
 from tests.kernel_cases.attention import describe_lengths, paged_caches
@@ -179,7 +172,7 @@ def _block_case(
 def apply_block(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     q, k, v, k_cache, v_cache, *context = case.tensors.values()
     cache = KvCache(k_cache, v_cache)
-    return (kernel.run(q, KvCache(k, v), cache, BlockContext(*context), **case.numbers),)
+    return (kernel.run(q, KvCache(k, v), cache, op.BlockContext(*context), **case.numbers),)
 
 
 def block_cost(case: Case) -> Cost:
@@ -194,9 +187,9 @@ def block_cost(case: Case) -> Cost:
 
 
 CASES = {
-    COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
-    ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
-    RECORD_DRAFTS: OpCases(record_small, apply_record, record_cost),
-    ATTEND_BLOCK: tabled(_block_case, _BLOCK_SMALL, apply_block, block_cost, _BLOCK_WIDE),
-    EMBED_NORMS: tabled(_embed_case, _EMBED_SMALL, apply_embed, embed_cost, _EMBED_WIDE),
+    op.COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
+    op.ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
+    op.RECORD_DRAFTS: OpCases(record_small, apply_record, record_cost),
+    op.ATTEND_BLOCK: tabled(_block_case, _BLOCK_SMALL, apply_block, block_cost, _BLOCK_WIDE),
+    op.EMBED_NORMS: tabled(_embed_case, _EMBED_SMALL, apply_embed, embed_cost, _EMBED_WIDE),
 }

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from negamax.base.errors import (
-    EngineDeadError,
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestTimeoutError,
-)
+from negamax.base import errors
 from negamax.engine.client.open_request import OpenRequest, OpenRequests, join_updates
 from negamax.engine.client.output import ChoiceStream, RequestOutput
 from negamax.engine.wire import AddRequest
@@ -248,11 +242,11 @@ async def test_failures_follow_earlier_outputs() -> None:
     await scene.run()
     scene.request.pause()
     scene.give([IDS[0]])
-    scene.request.fail(EngineDeadError("first"))
-    scene.request.fail(EngineDeadError("second"))
+    scene.request.fail(errors.EngineDeadError("first"))
+    scene.request.fail(errors.EngineDeadError("second"))
     assert not scene.taken
     scene.request.resume()
-    with pytest.raises(EngineDeadError, match="first"):
+    with pytest.raises(errors.EngineDeadError, match="first"):
         await scene.end()
     assert len(scene.taken) == 1 and list(map(str, scene.watcher.ends)) == ["first"]
     scene = Scene(interval=100)
@@ -260,8 +254,8 @@ async def test_failures_follow_earlier_outputs() -> None:
     for token_id in IDS[:5]:
         scene.give([token_id])
     assert len(scene.taken) == 1
-    scene.request.fail(EngineDeadError("gone"))
-    with pytest.raises(EngineDeadError):
+    scene.request.fail(errors.EngineDeadError("gone"))
+    with pytest.raises(errors.EngineDeadError):
         await scene.end()
     assert scene.token_ids() == IDS[:5]
 
@@ -269,19 +263,19 @@ async def test_failures_follow_earlier_outputs() -> None:
 @in_loop
 async def test_deadlines_and_errors_of_the_user_end_a_request() -> None:
     def broken(index: int, output: RequestOutput) -> None:
-        raise EngineError("cannot be sent")
+        raise errors.EngineError("cannot be sent")
 
     scene = Scene(take=broken)
     await scene.run()
     # This call must not raise, since other requests have outputs in the same step.
     scene.give([IDS[0]])
     scene.give([IDS[1]])
-    with pytest.raises(EngineError, match="cannot be sent"):
+    with pytest.raises(errors.EngineError, match="cannot be sent"):
         await scene.end()
     assert scene.engine.aborted == ["r/0"]
     scene = Scene(seconds=0.05)
     await scene.run()
-    with pytest.raises(RequestTimeoutError):
+    with pytest.raises(errors.RequestTimeoutError):
         await scene.end()
     assert scene.engine.aborted == ["r/0"]
 
@@ -292,9 +286,9 @@ REFUSAL = SequenceUpdate("r/0", [], None, None, "error", None, 0, "no such rule"
 @pytest.mark.parametrize(
     ("error", "act"),
     [
-        (InvalidRequestError, lambda scene: scene.request.push(REFUSAL)),
-        (EngineDeadError, lambda scene: scene.request.fail(EngineDeadError("gone"))),
-        (OverloadedError, None),
+        (errors.InvalidRequestError, lambda scene: scene.request.push(REFUSAL)),
+        (errors.EngineDeadError, lambda scene: scene.request.fail(errors.EngineDeadError("gone"))),
+        (errors.OverloadedError, None),
     ],
 )
 @in_loop
@@ -303,7 +297,7 @@ async def test_refusals_are_raised_before_the_first_output(
 ) -> None:
     scene = Scene()
     if act is None:
-        scene.engine.refusal = OverloadedError("full")
+        scene.engine.refusal = errors.OverloadedError("full")
     beginning = asyncio.create_task(scene.request.first_output())
     await asyncio.sleep(0)
     if act is not None:
@@ -324,8 +318,8 @@ async def test_requests_answered_together_end_together() -> None:
     scenes[1].give(IDS, end="length")
     scenes[0].give([IDS[0]])
     assert taken == [1, 0]
-    scenes[0].request.fail(EngineDeadError("gone"))
-    with pytest.raises(EngineDeadError):
+    scenes[0].request.fail(errors.EngineDeadError("gone"))
+    with pytest.raises(errors.EngineDeadError):
         await asyncio.wait_for(running, 120)
     assert [scene.engine.aborted for scene in scenes] == [["r/0"], []]
     assert not any(scene.engine.open for scene in scenes)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from negamax.bench import verify_checks
 from negamax.bench.serve_client import WholeResponse
 from negamax.bench.server_probe import (
     CheckFailure,
@@ -12,13 +13,6 @@ from negamax.bench.server_probe import (
     read_chat,
     read_object,
     read_stream,
-)
-from negamax.bench.verify_checks import (
-    find_leak,
-    find_shared_delta,
-    find_wrong_call,
-    list_checks,
-    read_own_cases,
 )
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -38,7 +32,7 @@ TOOLS = [{"function": {"name": "f", "parameters": PARAMETERS}}, {"function": {"n
 
 
 def judge(name: str, arguments: str) -> str | None:
-    return find_wrong_call(JudgedAnswer(calls=[(name, arguments)]), TOOLS)
+    return verify_checks.find_wrong_call(JudgedAnswer(calls=[(name, arguments)]), TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +66,14 @@ def test_arguments_that_break_the_schema_fail(arguments: str) -> None:
 
 def test_missing_and_undeclared_calls_fail() -> None:
     assert (
-        find_wrong_call(JudgedAnswer(finish_reason="stop"), TOOLS)
+        verify_checks.find_wrong_call(JudgedAnswer(finish_reason="stop"), TOOLS)
         == "no call (finish_reason 'stop')"
     )
     assert judge("g", "{}") == "the answer calls 'g', which is not declared"
 
 
 def test_every_case_is_a_rate_or_a_check_with_known_rules() -> None:
-    cases = read_own_cases()
+    cases = verify_checks.read_own_cases()
     rated = [case for case in cases if "group" not in case]
     assert all("expected_tool_call" in case or "check_type" in case for case in rated)
     checked = [case for case in cases if "group" in case]
@@ -88,7 +82,7 @@ def test_every_case_is_a_rate_or_a_check_with_known_rules() -> None:
         "status", "may_refuse", "content", "reasoning", "calls", "never", "most_calls", "keys",
         "finish", "output",
     }  # fmt: skip
-    names = [(group, name) for group, name, _ in list_checks(checked, thinking="any")]
+    names = [(group, name) for group, name, _ in verify_checks.list_checks(checked, thinking="any")]
     assert len(set(names)) == len(names) > 50
 
 
@@ -127,9 +121,9 @@ def test_answers_of_any_form_are_read_or_fail(is_stream: bool) -> None:
         response = WholeResponse(status=200, raw=text.encode())
         try:
             found = read_stream(response) if is_stream else read_chat(read_object(response))
-            for judge_answer in (find_leak, find_shared_delta):
+            for judge_answer in (verify_checks.find_leak, verify_checks.find_shared_delta):
                 judge_answer(found)
-            find_wrong_call(found, TOOLS)
+            verify_checks.find_wrong_call(found, TOOLS)
             found.count("completion_tokens_details.reasoning_tokens")
             num_read += 1
         except CheckFailure:
