@@ -32,8 +32,8 @@ def unpacked(packed: PackedWeight) -> Tensor:
         word, pair = columns // 16, columns // 8 % 2
         places = 8 * pair[:, None] + torch.arange(8)
     words = words | words << 32  # rotate
-    held = words[:, :, thread, word] >> 16 * right  # [rows, spans, columns]
-    codes = sum((held >> place & 1) << bit for bit, place in enumerate(places.unbind(-1)))
+    held = (words[:, :, thread, word] >> 16 * right).int()  # [rows, spans, columns]
+    codes = sum((held >> place & 1) << bit for bit, place in enumerate(places.int().unbind(-1)))
     codes = codes.to(torch.uint8)
     codes = codes.flatten(1)
     assert codes.shape[1] == own.K_PACKED

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import triton_support  # noqa: F401  (must precede the kernels)
 
 from negamax.formats.floats import e4m3_blocks, plain
 from negamax.kernels.gemm import tiles

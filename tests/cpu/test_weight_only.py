@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+import triton_support  # noqa: F401  (must precede the kernels)
 from kernel_contract import check
 from stored_kernels import unpacked
 from torch import Tensor
