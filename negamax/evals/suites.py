@@ -96,8 +96,8 @@ def load_problems(
     all problems. `data` is the path of GSM8K's file. Generated suites need `count_tokens`, which
     returns the number of tokens of a text.
 
-    Raises `InvalidRequestError` for an unknown suite, for a suite with fewer problems, and for an
-    unusable file.
+    Raises `InvalidRequestError` for an unknown suite, for a suite with fewer than `count` problems,
+    and for an unusable file.
     """
     if reason := explain_unknown(suite):
         raise InvalidRequestError(f"no accuracy suite is called {suite!r}; {reason}", param="suite")

@@ -209,7 +209,7 @@ class TensorFormat:
         """Whether several matrices of this format can be stacked into one.
 
         Each kept tensor must have a dimension over the rows. If a tensor may have several dtypes,
-        all must be floats or equal in size.
+        these dtypes must all be floats, or have one size.
         """
         held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(

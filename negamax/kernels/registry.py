@@ -153,7 +153,7 @@ class KernelTable:
         return replace(self, candidates={**self.candidates, **chosen})
 
     def _choose_provider(self, op: AnyOp, provider: str) -> dict[AnyOp, tuple[AnyKernel, ...]]:
-        """Map `op` (and its pair) to kernels of `provider`, ops that fuse `op` to references."""
+        """Map `op` (and its pair) to kernels of `provider`, and ops fusing `op` to references."""
         providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
         if provider not in providers:
             raise _unknown(f"provider of {op}", provider, providers, choice=f"{op}={provider}")

@@ -157,4 +157,4 @@ class Init(Protocol):
     """The module `init` of a family."""
 
     def draw(self, name: str, spec: ModelSpec) -> Initializer:
-        """Choose the distribution of slot `name`."""
+        """Choose the distribution of the synthetic values of slot `name`."""

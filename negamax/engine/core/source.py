@@ -1,4 +1,4 @@
-"""Find the files of a model and its draft model. The server uses this module without torch."""
+"""Find the files of a model and its draft model. This module does not import torch."""
 
 from dataclasses import dataclass, replace
 from functools import partial

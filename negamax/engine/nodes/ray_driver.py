@@ -128,7 +128,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Run the agents until `stop` is set. Yield a message for each agent that ends early."""
+        """Run agents until `stop` is set. Yield a message for each agent that ends by itself."""
         import ray
 
         variables = carried_variables()

@@ -1,10 +1,10 @@
 """Block-sparse attention on the CPU, batch-invariant.
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
-tiles of `attention/cpu.py`. Decodes and prefill tokens with more blocks use dense decode attention,
-with each pair of a token and a KV head as a sequence. The block table of a (token, KV head) pair
-lists the pages of the selected blocks; the pair's sequence length depends only on the token's
-position. A query's result therefore does not depend on the batch or on chunk borders.
+tiles of `attention/cpu.py`. Decodes and prefill tokens with more than `topk_blocks` blocks use
+dense decode attention; each pair (token, KV head) is a sequence. The block table of a (token, KV
+head) pair lists the pages of the selected blocks; the pair's sequence length depends only on the
+token's position. A query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
 block is selected without a score.

@@ -1,1 +1,1 @@
-"""Send tokens to experts on other ranks, and return the results."""
+"""Send tokens to experts on other ranks, and return the experts' outputs."""

@@ -125,7 +125,7 @@ def _combine_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send sums for one row of every rank; add the sums of the own row. Grid (num_rows,)."""
+    """Send sums for one row of every rank; add the received sums. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     dtype: tl.constexpr = sums.dtype.element_ty
     row = tl.program_id(0)

@@ -24,7 +24,7 @@ class Tile:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """This tile as arguments of a kernel that pipelines its loop along K in its own code."""
+        """This tile as arguments of a kernel whose code pipelines the loop along K."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,

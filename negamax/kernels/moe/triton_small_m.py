@@ -30,8 +30,8 @@ def _find_pairs(
     topk_ids_ptr, num_pairs, expert_id, begin, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return BLOCK_M pairs of expert `expert_id` from its pair number `begin` on, and the number of
-    all its pairs. CHUNK tokens are searched at a time; a token has at most one pair of an expert.
+    """Return BLOCK_M pairs of expert `expert_id`, from pair `begin` of the expert on, and its
+    number of pairs. CHUNK tokens are searched at a time; a token has at most one pair of an expert.
     """
     offs = begin + tl.arange(0, BLOCK_M)
     choices = tl.arange(0, triton.next_power_of_2(TOP_K))

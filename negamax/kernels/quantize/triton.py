@@ -36,7 +36,7 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, num_groups, GROUPS: tl.constexpr):
 
 
 def quantize(x: Tensor) -> QuantizedActivations:
-    """Quantize x [T, K], K % 128 == 0, to e4m3 with one fp32 scale per 128 columns."""
+    """Quantize x [T, K], K % 128 == 0, to e4m3 with an fp32 scale per token and 128 columns."""
     num_tokens, width = x.shape
     assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
     assert x.is_contiguous()

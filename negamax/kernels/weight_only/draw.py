@@ -48,7 +48,7 @@ def draw(
 def _values(
     element: str, dtype: torch.dtype, shape: tuple[int, ...], *, generator: torch.Generator
 ) -> Tensor:
-    """Draw normal E4M3 values or random bytes; 4-bit integers are 1 to 15, most often near 8."""
+    """Draw Gaussian E4M3 values or random bytes; 4-bit integers are 1 to 15, most often near 8."""
     if element == E4M3:
         normal = torch.randn(
             shape, dtype=torch.bfloat16, generator=generator, device=generator.device

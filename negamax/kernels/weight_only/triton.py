@@ -1,6 +1,6 @@
 """Multiply with packed weights, which are dequantized in registers to the activations' dtype.
 
-A tile is loaded in words. Four threads load a row, 16 neighboring bytes each. The tensor cores
+Kernels load tiles as words. Four threads load a row, 16 neighboring bytes each. The tensor cores
 expect the codes of a thread's 16 bytes in the same thread (`layout.py`). A warp loads eight rows of
 words, but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the
 order of `compute_load_order`, with which no thread passes unpacked values to another thread.

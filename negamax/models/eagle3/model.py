@@ -174,7 +174,7 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Run the layer after `enter`. The next norm adds the returned sum to `residual`."""
+        """Run the layer on `enter`'s result. The next norm adds the returned sum to `residual`."""
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
