@@ -74,8 +74,7 @@ class KvTransferConfig:
     host: str = "127.0.0.1"  # Address of this machine that the other engines can reach.
     port: int = PORT  # Port for the messages between engines.
     failure_policy: str = FAIL  # If a prompt does not arrive, FAIL or RECOMPUTE the request.
-    # `lease_seconds`: how long a prompt is kept after the last message of the engine that reads the
-    # prompt.
+    # `lease_seconds`: how long a prompt is kept after the last message of the reading engine.
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # Time limit of each phase of a transfer.
     allowed_hosts: tuple[str, ...] = ()  # Hosts of prefill servers; () allows private addresses.

@@ -113,8 +113,8 @@ class SamplingFields(RequestModel):
     top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1 mean all.
     min_p: float | None = None  # Least probability of a sampled token, relative to the likeliest.
     repetition_penalty: float | None = None  # Values above 1 make earlier tokens less likely.
-    frequency_penalty: float = 0.0  # Subtracted from a token's logit per occurrence in the answer.
-    presence_penalty: float = 0.0  # Subtracted from a token's logit if the answer has the token.
+    frequency_penalty: float = 0.0  # Each occurrence in the answer lowers a token's logit by this.
+    presence_penalty: float = 0.0  # Lowers a token's logit by this if the answer has the token.
     logit_bias: LogitBias | None = None  # Values to add to logits, by token id.
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # Tokens that end the answer.
     ignore_eos: bool = False  # Continue after the end token.
