@@ -317,7 +317,7 @@ class HttpServer(LimitedServer):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the key file and the TLS files again. On an error, keep the old contents."""
+        """Reload the key file and the TLS files. On an error, keep the old keys or certificate."""
         if self._servers is not None:
             self._servers.reload()
         try:

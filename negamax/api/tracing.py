@@ -1,7 +1,7 @@
 """Send traces of requests to an OpenTelemetry collector (`--otlp-traces-endpoint`).
 
 Each request to the engine is one span, named as in vLLM. A thread of the SDK sends spans in batches
-and drops spans that it cannot send. Without the option, OpenTelemetry is not imported.
+and drops spans that it cannot send. OpenTelemetry is imported only for `--otlp-traces-endpoint`.
 """
 
 import asyncio

@@ -146,7 +146,7 @@ def main_memory() -> int:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that affinity and the container's quota allow this process. If
-    the threads use more than the quota, the system pauses all threads for parts of a second.
+    threads use more CPU time than the quota, the system pauses all threads for parts of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))

@@ -72,8 +72,8 @@ def gpu_seconds(
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
     """Add to each run of `result` the physical limit of a decode step and the fraction reached.
 
-    Runs with speculative decoding are skipped, because their steps yield several tokens. Engines
-    with pipeline stages or data-parallel ranks are also skipped.
+    Runs with speculative decoding are skipped, because their steps yield several tokens. Results of
+    pipeline-parallel or data-parallel engines are skipped, too.
     """
     if label(result) != f"TP{result['tensor_parallel_size']}":
         return

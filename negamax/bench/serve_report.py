@@ -80,7 +80,7 @@ def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
 
 
 def first_start(records: Iterable[ResponseRecord]) -> float:
-    """Return the time at which the first request was sent, or 0 if none was sent."""
+    """Return the time at which the first request was sent, or 0 if no request was sent."""
     return min((record.started for record in records if record.started), default=0.0)
 
 

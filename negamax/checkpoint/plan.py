@@ -86,7 +86,7 @@ class Move:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the loader quantizes the matrix. Each tensor of the result has its own slot."""
+        """Whether the loader quantizes the matrix. Each quantized tensor has a slot."""
         return self.slot.source.is_online
 
     @property

@@ -188,7 +188,7 @@ def _write(file: Path, text: str) -> None:
 def _sorted_words(
     words: list[str], *, goodput: bool, metadata: bool
 ) -> tuple[list[str], list[str]]:
-    """Assign further words on the command line to --goodput or --metadata by their form."""
+    """Assign each word to --goodput (METRIC:MS) or to --metadata (KEY=VALUE)."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
         if goodput and word.partition(":")[0] in METRICS:

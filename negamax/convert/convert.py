@@ -62,7 +62,7 @@ class Conversion:
     command: str = ""
 
     def identity(self, source: Source) -> dict[str, Any]:
-        """Return the inputs that determine the result, which are also written to config.json."""
+        """Return the inputs that determine the converted files, for config.json."""
         return {
             "source": self.model,
             "revision": self.revision,

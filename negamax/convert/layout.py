@@ -72,7 +72,7 @@ def _make_piece(
     planned: Iterable[Planned],
     make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> Piece:
-    """Make the piece of one weight. `make` returns tensors by their names in the format."""
+    """Make the piece of one weight. `make` returns the format's tensors by name."""
 
     def name(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {f"{weight.module}.{name}": tensor for name, tensor in make(read).items()}

@@ -65,7 +65,7 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of body parts. None ends the body. A slow client pauses the source."""
+        """Set the source of body parts. None ends the body. The source pauses for slow clients."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:

@@ -1,7 +1,7 @@
 """Follow the KV events of servers, so that the router knows the blocks in their caches.
 
 One thread reads the events of all servers. The event loop only looks up blocks. If events are lost,
-the index of the cache is cleared, because a removed block could otherwise stay in the index.
+the cache's index is cleared, because a removed block could otherwise stay in the index.
 """
 
 import threading

@@ -79,7 +79,7 @@ class Admission:
         """Check that the queue can take `num_sequences` sequences with `num_tokens` prompt tokens.
 
         Raises `InvalidRequestError` if the limits never allow so many sequences, and
-        `OverloadedError` if the queue is too full now. `sharer` is the tenant in a shared queue.
+        `OverloadedError` if the queue is too full. `sharer`: the tenant if tenants share the queue.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2

@@ -265,7 +265,7 @@ class AsyncEngine:
         )
 
     def enter(self, request: OpenRequest) -> Replica:
-        """Choose a replica, and register it with the replica. Raises the errors of `generate`."""
+        """Choose a replica, and register `request` with it. Raises the errors of `generate`."""
         self.check_alive()
         first = request.requests[0]
         tokens = self.prefill_tokens(

@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice to a replica. Its first output starts the other choices."""
+        """Send the first choice to a replica. The choice's first output starts the others."""
         if self._has_started:
             return
         self._has_started = True

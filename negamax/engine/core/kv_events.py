@@ -72,7 +72,7 @@ class CacheMirror:
         self._touched: deque[set[bytes]] = deque()  # New and removed blocks of recent steps.
 
     def clear(self) -> list[KvEvent]:
-        """Forget all blocks, and return the event that says so."""
+        """Forget all blocks, and return an event that clears all blocks."""
         self._runs.clear()
         for medium in self._cached:
             self._cached[medium].clear()

@@ -147,7 +147,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """The thinking settings: `thinking` overrides `thinking_mode` and `enable_thinking`."""
+        """The thinking settings. `thinking` overrides `thinking_mode` and `enable_thinking`."""
         mode, budget = None, self.reasoning_budget
         if self.thinking is not None:
             mode = self.thinking.type

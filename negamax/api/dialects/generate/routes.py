@@ -87,7 +87,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """Abort requests by id, or all requests. Administrators may abort requests of any key."""
+        """Abort requests by id, or all requests. Administrators may abort requests of every key."""
         params, _ = await read_request(request, schema.AbortRequest, context.body_limits)
         meant = _read_abort(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)

@@ -33,8 +33,8 @@ def apply_settings(
 
     A tool is added if no other tool has its name. The start of the prompt shows the declared tools
     and the tools of items before the first user message. If the start has no tools, it shows the
-    tools added first, because the template describes the format of calls there. Later tools are
-    shown where an item adds them, to keep cached prefixes valid. A tool with `defer_loading` is
+    tools added first, because the template describes the format of calls there. Tools of later
+    items are shown at these items, to keep cached prefixes valid. A tool with `defer_loading` is
     shown where a tool search finds it. The last effort and text format in `items` apply.
     """
     tools = read_declared_tools(
