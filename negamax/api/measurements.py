@@ -39,7 +39,7 @@ class Histogram:
     ) -> None:
         """`bounds` are the sorted upper bounds of the buckets. A further bucket has no upper bound.
 
-        From column `start`, row `index` of `numbers` has the bucket counts, then the sum of values.
+        Row `index` of `numbers` stores the bucket counts from column `start` on, then the sum.
         """
         self._bounds = tuple(bounds)
         self._numbers = numbers

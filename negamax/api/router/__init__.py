@@ -3,8 +3,8 @@
 The router sends a request to the server whose caches contain the longest prefix of the prompt. A
 server selects a replica by the longest prefix, too. The router has two sources of prefixes:
 
-- Hashes of the JSON text that it sent: possible with any server, but evictions are not noticed.
+- Hashes of the JSON text that the router sent, which work with any server but miss evictions.
 - KV events, which contain hashes of blocks of tokens. The router has no tokenizer, so it asks one
-  server for the block hashes of a prompt. The server renders a body as it would serve the body, and
-  its hashes include the tenant and the salt, so the router needs no rules for dialects and tenants.
+  server for the block hashes of a prompt. The server renders the prompt and includes the tenant and
+  the salt in the hashes, so the router needs no rules for dialects and tenants.
 """

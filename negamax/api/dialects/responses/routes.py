@@ -285,7 +285,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Generate a background response, and store its final state unless it was deleted."""
+        """Generate a background response; unless deleted, store the response's final state."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:
