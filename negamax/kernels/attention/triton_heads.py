@@ -51,7 +51,7 @@ def split_columns(
 
 @triton.jit
 def load_heads(x, offsets, masks, HALF: tl.constexpr):
-    """Load the tiles of heads at x + offsets + part * HALF without conversion."""
+    """Load heads as tiles, tile number i at x + offsets[i] + i * HALF, without conversion."""
     heads = ()
     for part in tl.static_range(len(offsets)):
         heads += (tl.load(x + offsets[part] + part * HALF, mask=masks[part], other=0.0),)

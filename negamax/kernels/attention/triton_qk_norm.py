@@ -187,7 +187,7 @@ def qk_norm_rope_write(
 ) -> Tensor:
     """Run `attention.qk_norm_rope_write`; `qkv` is not changed. Tokens with negative slots are not
     cached. One launch suffices for several ranks if their symmetric memory has a row for every
-    token. If the memory has fewer rows, an all-reduce runs between two launches.
+    token. If the memory has fewer rows than tokens, an all-reduce runs between two launches.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2

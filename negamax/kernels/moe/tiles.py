@@ -157,7 +157,7 @@ class H200MoeTiles(MoeTiles):
     def small_m(self, *, M: int, width: int, hidden: int, fp8: bool) -> ExpertTiles:
         """Return tiles for decode steps. At 13 to 20 tokens the gate and up GEMMs of one of four
         ranks have about 310 programs. With two stages three programs fit on a multiprocessor, so
-        all 310 run at once. With three stages the 310 programs would run in two rounds.
+        all 310 programs run at once. With three stages the 310 programs would run in two rounds.
         """
         side = 128 if fp8 else 64
         down = Tile(16, side, side, num_warps=4, num_stages=3)

@@ -7,8 +7,8 @@ order of `compute_load_order`, with which no thread passes unpacked values to an
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. The scale includes the inverse except for
-2^_POST, which keeps the scale in the range of bf16. The final sum is multiplied by 2^_POST.
+bf16, which makes the value too small by a power of two. The scale includes the inverse power except
+for 2^_POST, so that the scale fits into bf16. The final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
