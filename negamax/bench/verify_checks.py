@@ -146,14 +146,14 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     names = [name for name, _ in answer.calls]
     expected = rules.get("calls")
     if expected == "none" and (names or answer.finish_reason == "tool_calls"):
-        raise CheckFailure(f"no call is expected, but the answer calls {names}")
+        raise CheckFailure(f"no tool call is expected, but the answer calls {names}")
     is_needed = expected == "some" or isinstance(expected, list)
     if is_needed and (wrong := find_wrong_call(answer, tools)):
         raise CheckFailure(wrong)
     if isinstance(expected, list) and set(names) != set(expected):
         raise CheckFailure(f"the answer calls {names}, not {expected}")
     if rules.get("never") in names:
-        raise CheckFailure(f"the answer calls {rules['never']!r}, which is not declared")
+        raise CheckFailure(f"the answer calls the undeclared tool {rules['never']!r}")
     if len(names) > rules.get("most_calls", len(names)):
         raise CheckFailure(f"the answer has {len(names)} calls; allowed: {rules['most_calls']}")
     if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:

@@ -165,8 +165,8 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if not self.closing_ids or not all(0 <= token_id < vocab_size for token_id in ids):
             raise InvalidRequestError(
-                f"reasoning has the token ids {ids}; allowed are 0 to {vocab_size - 1}, and "
-                f"closing_ids needs one id or more",
+                f"reasoning has the token ids {ids}; allowed: ids from 0 to {vocab_size - 1}, and "
+                f"at least one id in closing_ids",
                 param="reasoning",
                 code="invalid_value",
             )

@@ -283,8 +283,8 @@ def _check_path(source: Source, conversion: Conversion) -> None:
     if target is None:
         if is_split_so:
             raise ConfigError(
-                f"{conversion.model} is already split for these sizes, so there is nothing to "
-                f"convert",
+                f"{conversion.model} is already split for --tensor-parallel-size {conversion.tp}, "
+                f"so there is nothing to convert",
                 hint=hint,
             )
         return
@@ -347,7 +347,7 @@ def _check_content(destination: Path) -> None:
         found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(
-                f"DST {destination} contains other files: {list_first(found)}",
+                f"DST {destination} contains unrelated files: {list_first(found)}",
                 hint="set DST to a new or empty folder",
             )
 

@@ -111,7 +111,7 @@ def load_problems(
     problems = _read_gsm8k(data) if suite == GSM8K else _read_bundled(suite)
     if count is not None and count > len(problems):
         raise InvalidRequestError(
-            f"{count} problems of {suite} requested; the suite has {len(problems)}", param="count"
+            f"{count} problems are requested; {suite} has {len(problems)}", param="count"
         )
     count = count or len(problems)
     return random.Random(seed).sample(problems, count) if seed else problems[:count]

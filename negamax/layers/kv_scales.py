@@ -29,7 +29,7 @@ class KvScales:
         )
         if written and absent:
             raise CheckpointError(
-                f"the checkpoint has {written[0]} but not {absent[0]}; store both or neither"
+                f"the checkpoint has {written[0]} but not {absent[0]}; store both scales or neither"
             )
         self.are_stored = bool(written)
         k_scale, v_scale = self._stored.tolist()

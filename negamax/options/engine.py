@@ -100,8 +100,8 @@ class EngineOptions:
     )
     max_model_len: int | None = option(
         None,
-        "Limit the sum of prompt and output tokens (default: the context length of the model); "
-        "lower the limit if the KV cache does not fit into memory.",
+        "Limit the prompt and output tokens of a request together (default: the model's context "
+        "length); lower the limit if the KV cache does not fit into memory.",
         also="--context-length",
         least=2,
         is_count=True,
@@ -213,7 +213,7 @@ class EngineOptions:
     )
     kv_offloading_backend: str = option(
         "native",
-        "Choose where the server also stores KV blocks; native means main memory.",
+        "Choose the second storage for KV blocks; native means main memory.",
         choices=("native",),
     )
     kv_offloading_write_policy: str = option(
@@ -267,7 +267,7 @@ class EngineOptions:
         (), "Select an op's kernel (OP=PROVIDER), or unfused norms (plain-norm); may be repeated."
     )
     self_check: bool = option(
-        False, "At start, compare the weights with the files, and each kernel with its reference."
+        False, "At start, compare loaded weights with the files, and kernels with their references."
     )
     max_logprobs: int = option(
         20, "Limit the number of log-probabilities per token that a request may get.", least=0
@@ -284,8 +284,8 @@ class EngineOptions:
 
     performance_mode: str = option(
         "balanced",
-        "If no parallel size is set, choose the sizes for low latency or high throughput on the "
-        "GPUs of this machine; balanced keeps the default sizes.",
+        "If no parallel size is set, choose all parallel sizes for low latency or high throughput "
+        "on this machine's GPUs; balanced keeps the default sizes.",
         choices=PERFORMANCE_MODES,
         panel=PARALLEL,
     )
@@ -319,8 +319,8 @@ class EngineOptions:
     )
     data_parallel_size: int = option(
         1,
-        "Run this many groups of ranks for more throughput. Each group has its own requests and "
-        "KV cache, and all groups share the experts.",
+        "Run this many data-parallel groups of ranks for more throughput. Each group has its own "
+        "requests and KV cache, and all groups share the experts.",
         "-dp",
     )
     all2all_backend: str = option(
@@ -349,8 +349,8 @@ class EngineOptions:
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "With -dcp, set how many consecutive tokens of a sequence a rank stores. The only valid "
-        "value is the block size, which is also the default.",
+        "With -dcp, let each rank in turn store the KV cache of this many consecutive tokens. The "
+        "only valid value is the block size, which is also the default.",
     )
     enable_eplb: bool = option(
         False, "Move experts between ranks while serving, to balance the load of the ranks."
@@ -466,8 +466,8 @@ class EngineOptions:
         self.nodes.check(parallel)
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
             raise ConfigError(
-                "--index-cache-sharding is on, and --prefill-context-parallel-size is "
-                f"{self.prefill_context_parallel_size}: with PCP, each rank holds all index keys",
+                "--index-cache-sharding is on, but with --prefill-context-parallel-size "
+                f"{self.prefill_context_parallel_size}, each rank holds all index keys",
                 hint="use --index-cache-sharding off",
             )
 

@@ -52,8 +52,8 @@ class ParallelOptions:
             groups = ((replicas, "data-parallel"), (shares, "context-parallel"))
             beside = "".join(f" in each of {n} {kind} ranks" for n, kind in groups if n > 1)
             raise ConfigError(
-                f"--expert-parallel-size is {experts}; it must divide the number of ranks: "
-                f"--tensor-parallel-size is {ranks}{beside}",
+                f"--expert-parallel-size is {experts}; it must divide the number of ranks, "
+                f"but --tensor-parallel-size is {ranks}{beside}",
                 hint=f"use one of {fitting}"
                 + (f" with --tensor-parallel-size {usual}" if usual != ranks else ""),
             )

@@ -22,7 +22,7 @@ class RouteOptions:
     prefill: tuple[str, ...] = option(
         (),
         "Prefill prompts on the server at this URL, for the --decode servers; may be repeated. "
-        "With --pd-disaggregation, the server's kv_port may follow the URL.",
+        "With --pd-disaggregation, you may write the server's kv_port after the URL.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
@@ -35,14 +35,14 @@ class RouteOptions:
     )
     kv_event_source: tuple[str, ...] = option(
         (),
-        "Read the KV events of a Negamax server (URL=ENDPOINT), to send prompts to the server that "
-        "has cached them; may be repeated. Separate the endpoints of several data-parallel ranks "
-        "by commas.",
+        "Read the KV events of a Negamax server (URL=ENDPOINT), so that each prompt goes to a "
+        "server that has cached the prompt; may be repeated. Separate the endpoints of several "
+        "data-parallel ranks by commas.",
     )
     kv_event_replay_source: tuple[str, ...] = option(
         (),
         "Request missed KV events from this replay endpoint of a server (URL=ENDPOINT); give one "
-        "for each endpoint of --kv-event-source; may be repeated.",
+        "replay endpoint for each endpoint of --kv-event-source; may be repeated.",
     )
     health_interval: float = option(
         1.0,
@@ -88,7 +88,7 @@ def list_servers(
             raise ConfigError(f"the server {url} is given twice", hint="give each server once")
     if len(found) > MAX_SERVERS:
         refusal = f"there are {len(found)} servers; allowed: {MAX_SERVERS}"
-        raise ConfigError(refusal, hint="start several routers behind one more router")
+        raise ConfigError(refusal, hint="start several routers, and one router in front of them")
     return servers, prefillers
 
 

@@ -138,7 +138,7 @@ class ServerOptions:
     )
     request_timeout: float | None = option(
         None,
-        "Abort a request after this many seconds; requests can set less time (default: no limit).",
+        "Abort a request after this many seconds; a request can set less (default: no limit).",
         above=0,
         is_seconds=True,
     )

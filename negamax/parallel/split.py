@@ -94,8 +94,8 @@ def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
         nearest = max(size for size in sizes if copies % size == 0)
         least = layout.dcp * spec.num_kv_heads
         raise ConfigError(
-            f"--decode-context-parallel-size is {layout.dcp}, but each KV head is on {copies} "
-            f"of the {layout.tp} ranks",
+            f"--decode-context-parallel-size is {layout.dcp}; it must divide {copies}, "
+            f"the number of ranks that store the same KV head",
             hint=f"use --decode-context-parallel-size {nearest}, or --tensor-parallel-size {least}",
         )
 

@@ -90,7 +90,7 @@ class Topology:
         """Return the options that start one engine, or raise `ConfigError`."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
-            raise ConfigError(f"Negamax has no options for {replace(self, replicas=1).label}")
+            raise ConfigError(f"no options of Negamax start {replace(self, replicas=1).label}")
         return options
 
     @property

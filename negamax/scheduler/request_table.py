@@ -99,7 +99,7 @@ class RequestTable:
         if not room:
             raise InvalidRequestError(
                 f"the prompt has {len(request.images)} images; this engine reads text only",
-                hint="send text, or start a checkpoint with a vision tower",
+                hint="send text, or serve a checkpoint with a vision tower",
                 param="messages",
                 code="images_not_supported",
             )
@@ -133,7 +133,7 @@ class RequestTable:
         remedy = f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
         raise InvalidRequestError(
             f"the request may grow to {limit} tokens, of which {prompt_len} are prompt tokens, and "
-            f"need {needed} KV blocks of {limits.block_size} tokens; the pool has "
+            f"may need {needed} KV blocks of {limits.block_size} tokens; the pool has "
             f"{limits.num_blocks} KV blocks; {remedy}",
             hint="or start the server with a larger --num-kv-blocks or --kv-cache-memory",
             param="max_tokens" if room > 0 else "prompt",

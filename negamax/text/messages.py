@@ -165,7 +165,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
         reads = "this engine reads text only"
-        hint = "start a checkpoint with a vision tower, without --encoder-cache-tokens 0"
+        hint = "serve a checkpoint with a vision tower, without --encoder-cache-tokens 0"
         if media == "video":
             reads, hint = "Negamax does not read videos", "send text or images"
         raise InvalidRequestError(

@@ -88,7 +88,7 @@ def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -
     allowed = f"auto or {str(dtype).removeprefix('torch.')}" + (
         ", fp8" if has_fp8 else "; fp8 needs a GPU"
     )
-    raise ConfigError(f"{option} is {name}; allowed here: {allowed}")
+    raise ConfigError(f"{option} is {name}; allowed on this device: {allowed}")
 
 
 def check_platform(

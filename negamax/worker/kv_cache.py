@@ -38,8 +38,7 @@ def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
     """Refuse an FP8 cache if `skipped` reports KV scales for int8 in the checkpoint."""
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
-            "--kv-cache-dtype is fp8; the checkpoint has scales of keys and values per channel, "
-            "for int8",
+            "--kv-cache-dtype is fp8, but the checkpoint has scales for an int8 KV cache",
             hint="use --kv-cache-dtype auto",
         )
 
@@ -191,7 +190,7 @@ def choose_host_blocks(
         most = max(0, free) * ranks / local / GIB
         raise ResourceError(
             f"{asked}: {local} ranks on this machine need {needed / GIB:.2f} GiB of main memory "
-            f"for host blocks; {max(0, free) / GIB:.2f} GiB are available",
+            f"for KV blocks; {max(0, free) / GIB:.2f} GiB are available",
             hint=f"use --kv-offloading-size {int(100 * most) / 100:g} or less"
             if most >= 0.01
             else "remove this option, or use a machine with more memory",
@@ -260,8 +259,8 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
     if needed > free:
         raise ResourceError(
             f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens need "
-            f"{needed / GIB:.2f} GiB for their "
-            f"tokens alone; {free / GIB:.2f} GiB are free",
+            f"{needed / GIB:.2f} GiB for token "
+            f"ids and block tables; {free / GIB:.2f} GiB are free",
             hint="lower --max-num-seqs or --max-model-len",
         )
 

@@ -107,10 +107,10 @@ class NixlMover:
                 except Exception:  # the transfer goes on, so wait for its end
                     end = time.monotonic() + STALL_SECONDS
                     continue
-                raise LaneError(f"a read by NIXL took longer than {STALL_SECONDS:.0f} s")
+                raise LaneError(f"NIXL did not read the KV blocks within {STALL_SECONDS:.0f} s")
         self._agent.release_xfer_handle(transfer)
         if state != "DONE":
-            raise LaneError("a read by NIXL failed")
+            raise LaneError("NIXL could not read the KV blocks")
 
 
 def _describe_heads(

@@ -48,7 +48,7 @@ def check_nixl(transport: str | None) -> None:
         logger.info("NIXL reads memory of this machine by %s", lane)
         return
     raise ConfigError(
-        f"--kv-transfer-config selects {transport or 'any'} transport of NIXL, but {problem}",
+        f"--kv-transfer-config selects NIXL with transport {transport or 'any'}, but {problem}",
         hint=f"install negamax[pd] if NIXL is missing, set kv_connector_extra_config.transport to "
         f"{', '.join(_TRANSPORTS)}, or use the kv_connector TcpConnector",
     )

@@ -124,7 +124,7 @@ class SelfCheck:
         if problems:
             raise ConfigError(
                 f"--self-check: rank {rank}: {'; '.join(problems[:_MOST_LISTED])}",
-                hint="read the files again with `negamax doctor`, or choose other kernels with "
+                hint="check the files with `negamax doctor`, or choose other kernels with "
                 "--kernels OP=reference",
             )
         return f"; self-check: {len(loaded)} results of {len(layers)} layers are correct"

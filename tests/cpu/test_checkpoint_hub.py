@@ -200,8 +200,8 @@ def test_problems_come_from_the_hub(tmp_path: Path) -> None:
         codes, log = run_code(ACCURACY, environment, *places)
     assert hub.served == list(files) and codes.split() == ["2"] * 8
     lines = log.splitlines()
-    assert "3 problems of gsm8k requested; the suite has 1" in lines[0]
-    assert all("3 problems of gsm8k requested; the suite has 2" in line for line in lines[1:3])
+    assert "3 problems are requested; gsm8k has 1" in lines[0]
+    assert all("3 problems are requested; gsm8k has 2" in line for line in lines[1:3])
     assert "bad.parquet': problem 1 is unreadable" in log
     assert log.count("data set 'lab/data' ") == 2 and "data set 'openai/gsm8k' " in log
     assert "use hf://datasets/OWNER/NAME/FILE or a local file" in log

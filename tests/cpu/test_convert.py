@@ -287,7 +287,7 @@ def test_unusable_destinations_are_refused(
     for destination, message in (
         (bf16 / "out", "is inside the source"),
         (bf16, "is inside the source"),
-        (tmp_path, "contains other files: file"),
+        (tmp_path, "contains unrelated files: file"),
         (tmp_path / "file", "is not a folder"),
         (tmp_path / "link", "is not a folder"),
     ):

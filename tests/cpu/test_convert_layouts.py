@@ -104,7 +104,7 @@ def test_split_is_split_again(bf16: Path, converted: dict[str, Path], tmp_path: 
         folders = tmp_path / "four", tmp_path / "at once"
         assert_equal(*(load(folder, layout, is_split=True)[1] for folder in folders))
     assert stored_bytes(tmp_path / "int8") == stored_bytes(converted["int8"])
-    with pytest.raises(ConfigError, match="already split for these sizes"):
+    with pytest.raises(ConfigError, match="already split for --tensor-parallel-size"):
         convert(conversion(tmp_path / "two", tmp_path / "out", tp=2))
 
 

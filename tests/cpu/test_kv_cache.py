@@ -153,7 +153,7 @@ def test_refuses_devices_and_dtypes_that_are_not_supported(monkeypatch: pytest.M
     check_index_options(bundled_spec("minimax-m3").kv_caches(), dtype="fp8", sharding="on")
     kv_cache.check_scales([INT8_CACHE], dtype=torch.bfloat16)
     kv_cache.check_scales([], dtype=torch.float8_e4m3fn)
-    with pytest.raises(ConfigError, match=r"fp8; .* per channel, for int8 .*auto"):
+    with pytest.raises(ConfigError, match=r"fp8, but .* an int8 KV cache.*auto"):
         kv_cache.check_scales([INT8_CACHE], dtype=torch.float8_e4m3fn)
 
 

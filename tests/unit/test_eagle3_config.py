@@ -475,7 +475,7 @@ def test_the_draft_decides_method_and_length(found_draft: Callable[..., ModelSou
             assert speculation is not None
             assert (speculation.method, speculation.num_speculative_tokens) == (method, length)
     for fields, words in (
-        ({"method": "eagle3"}, "is for method dspark, but the method is eagle3"),
+        ({"method": "eagle3"}, "method is eagle3, but the draft .* method dspark"),
         ({"num_speculative_tokens": 8}, "is 8; the draft proposes at most 7 per step"),
         ({"draft_lm_head_quantization": "fp8"}, "is valid for method eagle3 only"),
     ):

@@ -216,7 +216,7 @@ class _Mark:
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise InvalidRequestError(
-                "continue_final_message needs a last message of the assistant without tool calls",
+                "the last message must be the assistant's, without tool calls",
                 param="continue_final_message",
             )
         mark = f"[{secrets.token_hex(16)}]"
@@ -236,6 +236,6 @@ class _Mark:
         before, found, _ = prompt.rpartition(self.text)
         if not found:
             raise InvalidRequestError(
-                "the chat template does not show the last message", param="continue_final_message"
+                "the chat template omits the last message", param="continue_final_message"
             )
         return before

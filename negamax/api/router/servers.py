@@ -261,7 +261,7 @@ class ServerPool:
         if not ready:
             urls = ", ".join(each.url for each in self.servers)
             raise UnavailableError(
-                f"no server answers; the router uses {urls[:500]}",
+                f"no server of the router answers: {urls[:500]}",
                 hint="send the request again later",
                 code="no_server",
                 retry_after=_RETRY_SECONDS,

@@ -387,7 +387,7 @@ class MultiProcessExecutor:
             raise ResourceError(
                 f"rank {rank} was started and did not reach node 0 at {endpoint} within "
                 f"{CONNECT_SECONDS:.0f} s",
-                hint="open the ports that node 0 writes to its log" if is_remote else None,
+                hint="open the ports that the log of node 0 lists" if is_remote else None,
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:

@@ -276,7 +276,7 @@ class EngineLoop:
         """
         if (path is None) == (self._traced_steps is None):
             raise InvalidRequestError(
-                "no profile is running; it may have ended after its last step"
+                "no profile is running; a profile ends after its last step"
                 if path is None
                 else "a profile is already running; end it with /stop_profile",
                 code="profile",

@@ -61,7 +61,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
     if best is None:
         raise ConfigError(
             f"--performance-mode is {mode}: {len(gpus)} x {smallest.name} cannot hold the model "
-            f"and one request of {context_length} tokens in any split",
+            f"and one request of {context_length} tokens with any parallel sizes",
             hint="lower --max-model-len or --max-num-seqs; `negamax plan` lists valid sizes",
         )
     logger.info(

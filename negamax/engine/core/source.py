@@ -176,7 +176,7 @@ def _locate_draft(
         if spec.quantization is not None:
             raise ConfigError(
                 f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
-                f"draft is quantized by {spec.quantization.method} as a whole",
+                f"whole draft is quantized by {spec.quantization.method}",
                 hint="omit draft_lm_head_quantization",
             )
         return replace(spec, quantization=online.make_head_spec("fp8_per_channel"))
@@ -187,7 +187,7 @@ def _locate_draft(
         if not is_drawn:
             raise ConfigError(
                 "this draft is a bundled spec without weights",
-                hint="add --load-format synthetic, or name a folder or a hub id",
+                hint="add --load-format synthetic, or set model to a folder or hub id",
             )
         return DraftModel(
             quantized_as_asked(bundled.adapt_to(target, speculation.aux_layer_ids)), None
@@ -245,7 +245,7 @@ def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:
     """Raise `ConfigError` if the draft model does not support the method that the user has set."""
     if not speculation.is_default_method and family.method != speculation.method:
         raise ConfigError(
-            f"the draft is for method {family.method}, but the method is {speculation.method}",
+            f"method is {speculation.method}, but the draft model is for method {family.method}",
             hint=f"use method {family.method}",
         )
 

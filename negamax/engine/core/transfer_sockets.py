@@ -143,7 +143,7 @@ class TransferSockets:
     def _open(self, host: str, port: int) -> None:
         """Connect to a prefilling engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
-            raise ConnectionError(f"{host} is not this machine, but kv_ip is a loopback address")
+            raise ConnectionError(f"kv_ip is a loopback address, so {host} is unreachable")
         if len(self._peers) == MOST_PEERS:  # Close the oldest peer that has not answered.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:

@@ -195,7 +195,7 @@ class Driver:
                     placement.available,
                 )
             if self._stop.wait(_POLL_SECONDS):
-                raise ResourceError("the engine no longer needs the machines")
+                raise ResourceError("the engine stopped before Ray reserved machines")
 
 
 def find_cluster() -> str | None:

@@ -34,7 +34,7 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
     """
     raise InvalidRequestError(
         "thread: the server stores no conversations",
-        hint="send the whole conversation without thread; its prefix is cached",
+        hint="omit thread, and send the whole conversation, whose prefix is cached",
         param="thread",
         code=THREAD_UNSUPPORTED,
     )
