@@ -138,7 +138,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Return the placement of each checkpoint tensor. Tensors of MTP layers get a skip reason."""
+    """Return the placement of each checkpoint tensor. Tensors of MTP layers are skipped."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

@@ -1,4 +1,4 @@
-"""Flag metadata of option fields.
+"""Metadata that turns dataclass fields into options of a command.
 
 An option is one dataclass field, such as `max_num_seqs: int | None = option(None, "Limit the
 sequences in one step.")`. The field determines flag, environment variable, TOML key and help.

@@ -49,7 +49,7 @@ class Link:
         self._sent.append((work, tensor))
 
     def receive(self, out: Tensor) -> Arrival:
-        """Receive the oldest message into contiguous `out`. Raises `EngineDeadError`."""
+        """Receive the oldest sent tensor into contiguous `out`. Raises `EngineDeadError`."""
         try:
             return Arrival(dist.irecv(out, self._peer, group=self._group))
         except RuntimeError as error:

@@ -6,8 +6,8 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory. Waiting kernels read all three every
-    millisecond, and set the flag at the limit. A set flag makes the kernels' results invalid.
+    """A clock, a time limit and an abort flag in host memory. Waiting kernels read clock and flag
+    every millisecond, and set the flag at the limit. After an abort, all results are invalid.
     """
 
     def __init__(self, seconds: float) -> None:

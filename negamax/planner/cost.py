@@ -257,7 +257,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the GEMM time of `held`: `tokens` tokens for experts, `own` for other matrices."""
+        """Return the GEMM time of `held` for `tokens` tokens if experts, else for `own` tokens."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)

@@ -125,13 +125,13 @@ def make_plan(
 ) -> Plan:
     """Plan all topologies of `spec` on `hardware`.
 
-    `workloads` are sorted by ascending concurrency. A request of `max_model_len` tokens must fit.
-    If `max_model_len` is None, the longest request of `workloads` must fit, and the context length
-    is the largest that fits. Each data-parallel rank has `max_num_seqs` slots, by default the
-    larger of the engine's default and the rank's concurrent requests. With `one_engine`, unneeded
-    GPUs stay idle. Index keys are sharded if the topology has DCP or a required request does not
-    fit otherwise. `host_gib` is an engine's main memory for KV blocks; if it is set, index keys are
-    not sharded. `split_for` lists the layouts for which the checkpoint's files are split.
+    `workloads` have ascending concurrency. A request of `max_model_len` tokens must fit in the
+    cache. If `max_model_len` is None, the longest request of `workloads` must fit, and the context
+    length is the largest that fits. Each data-parallel rank has `max_num_seqs` slots, by default
+    the larger of the engine's default and the rank's concurrent requests. With `one_engine`,
+    unneeded GPUs stay idle. Index keys are sharded if the topology has DCP or a required request
+    does not fit otherwise. `host_gib`: an engine's main memory for KV blocks; if set, index keys
+    are not sharded. `split_for`: layouts for which the checkpoint's files are split.
 
     Raises `ConfigError` if `max_model_len` exceeds the model's context length.
     """

@@ -53,7 +53,7 @@ class WeightFormat:
     """How one rank stores its weights.
 
     Unquantized weights have `dtype`. With `keep_quantized`, matrices keep the format in `scheme` if
-    a kernel reads this format. The loader dequantizes matrices that do not keep the format.
+    a kernel reads this format. The loader dequantizes matrices that do not keep their format.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ def check_fields(
 ) -> None:
     """Raise `ConfigError` if a field of `spec` does not have one of its `allowed` values.
 
-    If `beside` is given, fields outside `allowed` and `beside` are also errors.
+    If `beside` is given, a field outside `allowed` and `beside` also raises `ConfigError`.
     """
     for name, value in spec.fields.items():
         if beside is not None and name not in (*allowed, *beside):

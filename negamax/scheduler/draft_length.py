@@ -245,7 +245,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """Estimate per draft position the share of rows that accept all drafts up to this one."""
+        """Estimate per draft position the share of rows that accept all drafts up to it."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = place.share(prior)
@@ -257,7 +257,7 @@ class AdaptiveDraftLength:
         self.record_all([(plan, result)], seconds)
 
     def record_all(self, ranks: Sequence[tuple[StepPlan, StepResult]], seconds: float) -> None:
-        """Record a step of all data-parallel ranks. Non-empty plans propose equally many drafts."""
+        """Record a step of all ranks, whose non-empty plans propose the same number of drafts."""
         num_proposed, num_rows, is_even = 0, 0, True
         for plan, result in ranks:
             if not plan.slots:

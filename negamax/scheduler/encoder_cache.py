@@ -142,7 +142,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Reserve pages for an image. Add a job for a new image; return None if it does not fit."""
+        """Reserve pages for an image. Add a job if it is new; None if it does not fit the plan."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:

@@ -54,7 +54,7 @@ class FileTier:
         waiting: WaitingQueue,
         changes: list[tuple[bytes, bool]] | None = None,
     ) -> None:
-        """`num_blocks`: largest number of blocks in files; 0 disables files. `host`: the blocks in
+        """`num_blocks`: largest number of blocks in files; 0 means no files. `host`: the blocks in
         host memory. `waiting`: the queue that sequences return to after their reads. `changes`:
         list that receives (block hash, True if indexed or False if discarded).
         """

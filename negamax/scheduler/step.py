@@ -81,7 +81,7 @@ class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies between KV blocks and host blocks. Stores (copies to host blocks) run before loads.
-    The copies run after all earlier steps and in parallel with the plan's own step.
+    The copies run after all earlier steps and in parallel with the step of the plan.
     """
 
     stored_blocks: list[int]  # KV blocks to copy to host blocks

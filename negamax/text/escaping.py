@@ -88,7 +88,7 @@ def _escape(
     is_inserted: bool = False,
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
-    """Escape all strings in a JSON value. Templates write values of keys `inserted` into tags."""
+    """Escape a JSON value's strings. Templates write values of the keys in `inserted` into tags."""
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):

@@ -212,8 +212,8 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
 
     A think block at the start of the content is the reasoning. A later think block is a quotation.
     A closing tag without an opening tag is a quotation if it follows a quotation mark. The
-    reasoning is "" for a quotation, so that templates do not split the content at its tags. For
-    other content the reasoning is None, and the template may split the content.
+    reasoning is "" for a quotation, so that templates do not split the content at its tags. Without
+    a quotation the reasoning is None, and the template may split the content.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:

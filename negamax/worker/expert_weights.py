@@ -69,7 +69,7 @@ class ExpertRecorder:
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Apply a plan's expert moves before its step. Return selection counts if requested."""
+        """Move experts before a step. Return selection counts if the step's plan wants them."""
         assert not step.moves, "this recorder does not move experts"
         return self.counts() if step.wants_counts else None
 

@@ -186,7 +186,7 @@ class FileStore:
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
-        """Run a copy. If it fails, stop using files; for a failed read, return the block's hash."""
+        """Run a copy; if it fails, stop using files. If a read fails, return the block's hash."""
         try:
             if not self._is_off:
                 return copy(*arguments)

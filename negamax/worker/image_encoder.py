@@ -114,8 +114,8 @@ class ImageEncoder:
     def place_rows(
         self, runs: Sequence[ImageRun], columns: StepColumns, num_tokens: int
     ) -> ImageRows:
-        """Return the result of `find_rows` on the device, for an eager step that runs the tokens of
-        `columns`, or padding, as `num_tokens` tokens.
+        """Return on the device the image row of each of the `num_tokens` tokens of an eager step.
+        The tokens are those of `columns`, or padding.
         """
         found = self.find_rows(runs, columns)
         if found is None or not len(found):

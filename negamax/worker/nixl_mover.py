@@ -1,7 +1,7 @@
 """Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs NIXL.
 
 The memory of all host blocks is registered once. With equal tensor-parallel sizes, a descriptor
-covers a block's layers in one kind of cache. Unequal sizes need a descriptor per layer.
+covers a block's layers in one kind of cache; with unequal sizes, a descriptor covers one layer.
 """
 
 import time

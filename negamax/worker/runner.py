@@ -183,7 +183,7 @@ class ModelRunner:
         return num_blocks
 
     def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
-        """Allocate equally many host blocks on every rank. None: host blocks are disabled."""
+        """Allocate equally many host blocks on every rank; None if host blocks are disabled."""
         config, device = self.config, self.device
         if not config.has_host_blocks:
             return None

@@ -93,7 +93,7 @@ class SelfCheck:
 
     def run(self, model: Decoder, warm_up: Callable[[], Any] | None = None) -> str:
         """Check the loaded `model`, and return a line for the log. Every rank must call `run`.
-        Raises `ConfigError` with the ops and the rank, after all ranks have compared.
+        Raises `ConfigError` with the wrong ops and the rank, after all ranks have compared.
         """
         layers = _choose_layers(model.layers)
         if warm_up is not None:

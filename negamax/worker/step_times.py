@@ -25,8 +25,8 @@ REPEATS = 3  # number of timed replays per captured step, after one warmup
 def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
-    """Measure step times for each number of drafts. Return () if graphs, adaptive drafts or GPU
-    events are missing. No slot may be in use, and all ranks must call this function.
+    """Measure step times for each number of drafts. Return () without graphs, adaptive draft
+    lengths or GPU events. No slot may be in use, and all ranks must call this function.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:

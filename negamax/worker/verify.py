@@ -2,7 +2,7 @@
 
 The sampler runs on every row that a step verifies, with the same random key as without drafts. A
 draft token is accepted if it equals the token sampled at its position and all earlier drafts are
-accepted. This rule ensures that drafts never change the output.
+accepted, so drafts never change the output.
 """
 
 from __future__ import annotations

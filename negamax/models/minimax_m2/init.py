@@ -2,7 +2,7 @@
 
 If all experts are equally likely and each token selects k of E experts, B independent tokens select
 E (1 - (1 - k / E)^B) experts. Router rows of equal norm and almost equal router biases make experts
-equally likely. Tokens select independently, because a layer adds little to a token's embedding.
+equally likely. Tokens select experts independently: a layer adds little to a token's embedding.
 """
 
 import math

@@ -367,7 +367,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return the alternatives after the last listed entry and `count` written entries."""
+            """Return the alternatives after all listed entries. `count`: written entries so far."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways

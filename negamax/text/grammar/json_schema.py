@@ -76,8 +76,8 @@ class Schemas:
     def shapes(self, nodes: Nodes) -> list[Shape]:
         """Return the shapes of the values that match all `nodes`, or [] if no value matches.
 
-        Raises `InvalidRequestError` if the schemas exceed the budget. In a strict schema, a
-        reference without a target or a keyword that cannot be enforced raises this error too.
+        Raises `InvalidRequestError` if the schemas exceed the budget, or if a strict schema has a
+        reference without a target or a keyword that cannot be enforced.
         """
         key = frozenset(map(id, nodes))
         found = self._shapes.get(key)
@@ -312,7 +312,7 @@ class Schemas:
         return bool(states)
 
     def _read_pattern(self, pattern: str) -> Language | None:
-        """Return the language of `pattern`, or None if it is unsupported and not `strict`."""
+        """Return the language of `pattern`; None if it is unsupported and `strict` is False."""
         if pattern not in self._patterns:
             self.budget.spend(1 + len(pattern) // 16)
             try:

@@ -92,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Open the reasoning if the output begins with the opener, otherwise close the gate."""
+        """Open the reasoning if the output begins with its opening tag, else close the gate."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED

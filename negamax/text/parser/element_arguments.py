@@ -12,8 +12,8 @@ name of the array, the element adds items to the array. If other elements are be
 a later element of its name, the whole array is written again at the end of the object. Any other
 member with a repeated name is written twice. Common JSON readers use the last value.
 
-If text in a container begins with a marker, the model omitted the opening tag of an element. The
-closing tag then contains the name of the element.
+If text in a container begins with a marker, the model omitted the opening tag of an element, and
+the closing tag contains the element's name.
 """
 
 import enum

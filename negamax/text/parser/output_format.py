@@ -98,7 +98,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. Write "{" if its JSON is empty, because clients read "" as {}."""
+        """End a truncated call. Write "{" if the call is empty, because clients read "" as {}."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 

@@ -7,16 +7,16 @@ stream and a parsed whole answer have the same content.
 Rules for every format:
 - Reasoning ends at its closing tag or at the start of a call block. A second opening tag before the
   first word of reasoning is dropped. A second closing tag before the first word of content is
-  dropped. An opening tag before the first word of content begins reasoning. Later think tags are
-  content. With `OutputFormat.may_think_again`, a later opening tag that follows no quotation mark
-  begins reasoning.
+  dropped. An opening tag before the first word of content begins reasoning. Think tags after the
+  first word of content are content. With `OutputFormat.may_think_again`, an opening think tag in
+  content begins reasoning if no quotation mark precedes the tag.
 - The opening tag of a call block begins a block at the start of a line of content, before an invoke
   tag, and at the end of the output. In content, the tag also begins a block if the closing tag of
-  the block follows. Elsewhere the opening tag of a block is quoted text.
+  the block follows; elsewhere, the tag is quoted text.
 - A call in a code block or inline code of Markdown is quoted text.
 - A closing think tag of another family ends reasoning if a line break or a call follows.
-- Unreadable text of a call block becomes content. A call with an unreadable argument is dropped. If
-  the start of such a call was already emitted, the call is truncated.
+- Unreadable text of a call block becomes content. A call with an unreadable argument is dropped, or
+  is truncated if the start of the call was already emitted.
 - A closing think tag outside reasoning is dropped if it is a token, because quoted tags are text.
 - White space between content and a call block is dropped. Line breaks at the start and end of
   reasoning and before content are dropped too.
