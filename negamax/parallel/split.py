@@ -1,7 +1,7 @@
 """Check whether a model can be split over ranks.
 
-The engine calls `check_split` before it starts a process. `negamax doctor` lists a model's valid
-sizes. Weight formats allow all sizes, because `layout.share` pads quantization groups with zeros.
+The engine calls `check_split` before it starts a process. `negamax doctor` lists valid sizes.
+Weight formats allow all parallel sizes, because `layout.share` pads quantization groups with zeros.
 """
 
 from collections.abc import Iterator

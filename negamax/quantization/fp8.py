@@ -1,7 +1,7 @@
 """Methods "fp8" and "mxfp8" (MiniMax). The description lists modules that are not quantized.
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
-stored FP8 weights also rounds activations to FP8. Activations have a scale per 128 columns for
+stored FP8 weights also rounds activations to FP8. Activation scales are per 128 columns for weight
 blocks, and per token for whole matrices. MXFP8 has a power-of-two scale per 32 columns. Activations
 of MXFP8 stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1), routed experts are NVFP4.
 """

@@ -117,7 +117,7 @@ class EncoderCache:
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Drop images that a lost plan encodes. Return the `running` sequences with such images."""
+        """Drop images that a lost plan encodes. Return `running` sequences with a dropped image."""
         for held in [held for held in self._images.values() if step_id in held.step_ids]:
             del self._images[held.key]
             self._forget_partial(held)
@@ -142,7 +142,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Reserve pages for an image. Add a job if it is new; None if it does not fit the plan."""
+        """Reserve pages for an image, add a job if it is new, or return None if it does not fit."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:

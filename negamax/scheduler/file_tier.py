@@ -153,7 +153,7 @@ class FileTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its read, which continues. Return False if it has no read."""
+        """Detach a sequence from its read, which continues; return False if it has no read."""
         for read in self._reads:
             if sequence in read.sequences:
                 read.sequences.remove(sequence)

@@ -175,7 +175,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its load, which continues. Return False if it has no load."""
+        """Detach a sequence from its load, which continues; return False if it has no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)

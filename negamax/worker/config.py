@@ -29,7 +29,7 @@ class RankAddresses:
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
-        """Return paths of sockets and files; PyTorch's TCP store would listen without a key."""
+        """Return paths of sockets and files. The store is a file, as a TCP store has no key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),

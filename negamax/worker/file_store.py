@@ -81,7 +81,7 @@ class _StoredFile:
 
 
 class FileStore:
-    """Stores KV blocks. The worker's thread calls `run`; the result thread calls all others."""
+    """Stores KV blocks. The worker's thread runs `run`, the result thread all other methods."""
 
     def __init__(
         self,

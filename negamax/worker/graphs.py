@@ -231,7 +231,7 @@ class StepGraphs:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape) -> Tensor:
-        """Return the step's drafts [rows, drafts] int64. `finish` reads the result again."""
+        """Return the step's drafts [rows, drafts] int64, which `finish` reads again."""
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:

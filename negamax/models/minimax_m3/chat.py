@@ -10,18 +10,18 @@ A tag without the marker is data. Elements nest: an object has one element per m
 has one `item` element per value. `element_arguments` converts the elements. The reader handles
 these mistakes of the models:
 
-- A closer with a wrong name, possibly followed by the correct closer, ends a text value. A closer
-  that matches no open element is dropped. A closer of an outer element, of the invoke or of the
-  block also closes all open elements inside.
-- If the closer of a text value is missing, the opener of a sibling in the schema ends the value.
-  Any other opener in a string, and the closer of this opener, are data. A call block in a string
+- A closing tag with a wrong name, possibly followed by the correct tag, ends a text value. A
+  closing tag that matches no open element is dropped. A closing tag of an outer element, of the
+  invoke or of the block also closes all open elements inside.
+- If the closing tag of a text value is missing, the opening tag of a sibling in the schema ends the
+  value. Any other opening tag in a string, and its closing tag, are data. A call block in a string
   and the invoke of an undeclared tool are also data, because files may describe this format.
-- Without the marker, `<tool_call>`, invoke tags and their closers are tags only where the format
-  requires a tag.
+- Without the marker, `<tool_call>`, invoke tags and their closing tags are tags only where the
+  format requires a tag.
 - A garbled invoke tag, even with a marker in it, calls the declared tool that it names.
-- If the opener of an element is missing, the name in its closer is used.
+- If the opening tag of an element is missing, the name in its closing tag is used.
 - The reader also accepts a JSON object, or elements without markers, as arguments. Other text in an
-  invoke is dropped if the invoke has elements. An invoke without elements is not a call.
+  invoke is dropped if the invoke has elements; an invoke with only other text is not a call.
 """
 
 import re

@@ -11,8 +11,8 @@ Rules for every format:
   first word of content are content. With `OutputFormat.may_think_again`, an opening think tag in
   content begins reasoning if no quotation mark precedes the tag.
 - The opening tag of a call block begins a block at the start of a line of content, before an invoke
-  tag, and at the end of the output. In content, the tag also begins a block if the closing tag of
-  the block follows; elsewhere, the tag is quoted text.
+  tag, and at the end of the output. In content, the opening tag of a block also begins a block if
+  its closing tag follows; elsewhere, the tag is quoted text.
 - A call in a code block or inline code of Markdown is quoted text.
 - A closing think tag of another family ends reasoning if a line break or a call follows.
 - Unreadable text of a call block becomes content. A call with an unreadable argument is dropped, or

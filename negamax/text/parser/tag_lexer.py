@@ -134,7 +134,7 @@ class TagLexer:
 
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
     `token_ids` only as tokens. The text is searched for tags without a token id and for `patterns`.
-    `list_named` returns tags whose names contain angle brackets or quotes. The returned tags have a
+    `list_named` returns tags whose names contain angle brackets or quotes; these tags have a
     literal `rest` and precede the patterns. The first anchor in the text triggers `list_named`.
     """
 
