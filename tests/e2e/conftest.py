@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.bench_command import Bench
 from tests.e2e.browser import Browser, browsing
 from tests.e2e.chat_page import begin
-from tests.e2e.scripted_server import NAME, Script, scripted
+from tests.e2e.scripted_server import NAME, Script, scripted_server
 from tests.forked_children import start
 
 if TYPE_CHECKING:
@@ -233,12 +233,19 @@ def page(browser: Browser) -> Browser:
     return browser
 
 
+@pytest.fixture(scope="session")
+def scripted_pages() -> Iterator[tuple[str, list[Script]]]:
+    with scripted_server() as running:
+        yield running
+
+
 @pytest.fixture
-def script(page: Browser) -> Iterator[Script]:
-    with scripted() as (url, script):
-        begin(page, url, NAME)
-        yield script
-        page.open("about:blank")
+def script(page: Browser, scripted_pages: tuple[str, list[Script]]) -> Iterator[Script]:
+    url, scripts = scripted_pages
+    scripts.append(Script())
+    begin(page, url, NAME)
+    yield scripts[-1]
+    page.open("about:blank")
 
 
 @pytest.fixture

@@ -47,12 +47,13 @@ def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
     return [{"tool_calls": [piece]} for piece in (first, *pieces)]
 
 
-def _app(script: Script) -> FastAPI:
+def _app(scripts: list[Script]) -> FastAPI:
     app = FastAPI()
     app.include_router(make_playground_router())
 
     def refused(request: Request) -> Response | None:
-        if script.key and request.headers.get("authorization") != f"Bearer {script.key}":
+        key = scripts[-1].key
+        if key and request.headers.get("authorization") != f"Bearer {key}":
             return _error(401, {"message": "the API key is missing", "code": "missing_api_key"}, {})
         return None
 
@@ -63,11 +64,12 @@ def _app(script: Script) -> FastAPI:
 
     @app.get("/server_info")
     async def server_info(request: Request) -> Response:
-        script.num_info_requests += 1
+        scripts[-1].num_info_requests += 1
         return refused(request) or _json(INFO)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
+        script = scripts[-1]
         script.bodies.append(await request.json())
         if script.refusal is not None:
             return _error(*script.refusal)
@@ -117,15 +119,22 @@ def _event(value: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def scripted() -> Iterator[tuple[str, Script]]:
-    script = Script()
+    with scripted_server() as (url, scripts):
+        yield url, scripts[0]
+
+
+@contextlib.contextmanager
+def scripted_server() -> Iterator[tuple[str, list[Script]]]:
+    """Run a server that follows the last script of a list, to which tests append theirs."""
+    scripts = [Script()]
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(_app(script), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        uvicorn.Config(_app(scripts), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", script
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", scripts
     finally:
         server.should_exit = True
         thread.join(120)
