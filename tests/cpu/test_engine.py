@@ -12,6 +12,7 @@ from negamax.engine.llm import Completion
 from negamax.kernels.attention.metadata import AttentionMetadata
 from tests import tiny
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
+from tests.tables import read_table
 
 SIZES = {"vocab_size": 331, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
@@ -237,14 +238,7 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("max_model_len", 257, "257"),
-        ("tensor_parallel_size", 3, "heads"),
-        ("dtype", "int8", "int8"),
-        ("block_size", 0, "block-size"),
-        ("kv_cache_memory", 1000, "KV cache"),
-    ],
+    ("option", "value", "words"), read_table("engine.refuses_impossible_options")
 )
 def test_refuses_impossible_options(folder: Path, option: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

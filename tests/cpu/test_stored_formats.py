@@ -37,6 +37,7 @@ from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.names import quantized
 from tests import quantization_descriptions as described
+from tests.tables import read_table
 
 CONFIG = {**m2_checkpoints.CONFIG, "hidden_size": 64, "intermediate_size": 64}
 TENSORS = random_tensors(tiny_spec(**CONFIG))
@@ -169,14 +170,7 @@ def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "message"),
-    [
-        ("packed-int4", "weight_shape", r"weight_shape contains \[65, 65\]; the shape of .* must"),
-        ("gptq-sym", "g_idx", r"g_idx contains \[1, 1, .*; the permutation .* must be \[0, 0, "),
-        ("gptq-act-order", "g_idx", r"g_idx has entries from .* to 2; a matrix of 64 .* 0 to 1"),
-        ("packed-int4-act-order", "weight_g_idx", "weight_g_idx has entries from .* to 2;"),
-        ("modelslim-dynamic", "weight_offset", r"weight_offset contains \[1.0, .* be \[0.0, 0.0, "),
-    ],
+    ("name", "part", "message"), read_table("stored_formats.tensors_with_known_content_are_checked")
 )
 @pytest.mark.parametrize("kernels", [None, KEEPING], ids=["dequantized", "kept"])
 def test_tensors_with_known_content_are_checked(

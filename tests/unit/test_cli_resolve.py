@@ -355,16 +355,7 @@ def test_line_is_refused(refused: Any, case: dict[str, Any]) -> None:
     assert all(word in refusal for word in case["words"])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "MiniMaxAI/MiniMax-M2 --trust-remote-code --tensor-parallel-size 4 --tool-call-parser "
-        "minimax_m2 --reasoning-parser minimax_m2_append_think --enable-auto-tool-choice",
-        "--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 --tool-call-parser minimax-m2 "
-        "--reasoning-parser minimax-append-think --trust-remote-code --host 0.0.0.0 --port 8000 "
-        "--api-key secret",
-    ],
-)
+@pytest.mark.parametrize("line", read_table("cli_resolve.remedies_of_the_refusals_start"))
 def test_remedies_of_the_refusals_start(explained: Any, line: str) -> None:
     assert "secret" not in str(explained(line)[0])
 

@@ -310,14 +310,7 @@ def test_configs_of_vllm_and_sglang_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "method"),
-    [
-        ({"model": "ngram"}, "ngram"),
-        ({"method": "[ngram]"}, "ngram"),
-        ({"method": "ngram_gpu"}, "ngram"),
-        ({"method": "NGRAM"}, "ngram"),
-        ({"model": "a/b"}, "eagle3"),
-    ],
+    ("fields", "method"), read_table("eagle3_config.method_by_name_and_by_model")
 )
 def test_method_by_name_and_by_model(fields: dict[str, Any], method: str) -> None:
     assert read(fields).method == method

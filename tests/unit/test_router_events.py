@@ -19,6 +19,7 @@ from negamax.engine.kv_event_wire import END_OF_REPLAY, SEQUENCE_BYTES
 from negamax.options.route import EventAddress, RouteOptions, list_event_addresses, list_servers
 from tests.e2e.conftest import eventually
 from tests.ports import free_port
+from tests.tables import read_table
 from tests.unit.test_kv_events import make_changes, make_publisher
 from tests.unit.test_open_request import in_loop
 from tests.unit.test_router import CHAT, OK, ask, chat, pool_of, routing
@@ -315,15 +316,7 @@ async def test_a_server_that_cannot_tell_the_blocks_is_left_alone_for_a_while(
 
 @pytest.mark.parametrize(
     ("sources", "replays", "message"),
-    [
-        (["http://a"], [], "--kv-event-source has the invalid address ''"),
-        (["http://a=udp://x:1"], [], "the invalid address 'udp://x:1'"),
-        (["http://a=tcp://*:5557"], [], r"the invalid address 'tcp://\*:5557'"),
-        (["http://b=tcp://b:1"], [], "http://b is not a server of this router"),
-        (["http://a=tcp://b:1", "http://a/v1=tcp://b:2"], [], "http://a is given twice"),
-        (["http://a=tcp://b:1,tcp://b:2"], ["http://a=tcp://b:3"], "has 1 addresses of http://a"),
-        ([], ["http://a=tcp://b:3"], "--kv-event-source has 0"),
-    ],
+    read_table("router_events.wrong_addresses_of_events_are_refused"),
 )
 def test_wrong_addresses_of_events_are_refused(
     sources: list[str], replays: list[str], message: str

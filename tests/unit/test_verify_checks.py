@@ -14,6 +14,7 @@ from negamax.bench.server_probe import (
     read_object,
     read_stream,
 )
+from tests.tables import read_table
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 PARAMETERS = {
@@ -44,21 +45,7 @@ def test_arguments_that_follow_the_schema_pass(arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "{}",
-        '{"unit": "fahrenheit"}',
-        '{"unit": "kelvin", "count": "2"}',
-        '{"unit": "kelvin", "count": 0}',
-        '{"unit": "kelvin", "note": "long"}',
-        '{"unit": "kelvin", "points": []}',
-        '{"unit": "kelvin", "points": [{"x": 1}, {"y": 1}]}',
-        '{"unit": "kelvin", "more": 1}',
-        '{"unit": "kelvin", "count": NaN}',
-        '{"unit": "kelvin"',
-        '["kelvin"]',
-        "",
-    ],
+    "arguments", read_table("verify_checks.arguments_that_break_the_schema_fail")
 )
 def test_arguments_that_break_the_schema_fail(arguments: str) -> None:
     assert str(judge("f", arguments)).startswith("arguments of f ")
