@@ -82,8 +82,9 @@ Draft = tuple[dict[str, Any], tiny_draft.Weights, str]  # config, tensors and fo
 
 
 @pytest.fixture
-def draft(tmp_path: Path) -> Draft:
-    return make_draft("plain", tmp_path)
+def draft(request: pytest.FixtureRequest, tmp_path: Path) -> Draft:
+    """Write the draft of the variant that the test's parameter names (default: plain)."""
+    return make_draft(getattr(request, "param", "plain"), tmp_path)
 
 
 def make_draft(variant: str, folder: Path) -> Draft:
@@ -118,18 +119,18 @@ class Resting(FixedDraftLength):
 
 
 @pytest.mark.parametrize(
-    ("variant", "options"), [*CASES, *(full(*case) for case in REST if case not in CASES)]
+    ("draft", "options"),
+    [*CASES, *(full(*case) for case in REST if case not in CASES)],
+    indirect=["draft"],
 )
 def test_drafts_equal_plain_pytorch_and_change_no_answer(
     folder: Path,
     target: Any,
     expected: list[list[int]],
-    tmp_path: Path,
-    variant: str,
+    draft: Draft,
     options: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draft = make_draft(variant, tmp_path)
     seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft[2], **OPTIONS[options]) as llm:
         if options == "rests in between":
@@ -174,16 +175,14 @@ def test_changed_drafts_differ_and_change_no_answer(
     assert least < check_proposals(seen, target, expected, draft) < most
 
 
-@pytest.mark.parametrize("variant", ["plain", "dspark", full("dflash")])
+@pytest.mark.parametrize("draft", ["plain", "dspark", full("dflash")], indirect=True)
 def test_accepted_drafts_leave_complete_caches(
     folder: Path,
     target: Any,
     expected: list[list[int]],
-    tmp_path: Path,
-    variant: str,
+    draft: Draft,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draft = make_draft(variant, tmp_path)
     texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
     seen = tiny_draft.watch(monkeypatch.setattr, texts)
     with engine(folder, draft[2]) as llm:
@@ -226,11 +225,10 @@ def test_block_drafts_keep_grammars_and_stop_strings(
     assert not is_captured or pool.num_replays > 0
 
 
-@pytest.mark.parametrize("variant", ["plain", "dspark", "dflash"])
+@pytest.mark.parametrize("draft", ["plain", "dspark", "dflash"], indirect=True)
 def test_captured_steps_propose_the_same(
-    folder: Path, target: Any, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, target: Any, draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = make_draft(variant, tmp_path)
     pool = graph_support.capture(monkeypatch)
     sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
     with engine(folder, None, **sizes) as llm:
@@ -243,18 +241,15 @@ def test_captured_steps_propose_the_same(
 
 
 @pytest.mark.parametrize(
-    ("variant", "is_captured"), [("dspark", False), ("dspark", True), ("dspark, causal", False)]
+    ("draft", "is_captured"),
+    [("dspark", False), ("dspark", True), ("dspark, causal", False)],
+    indirect=["draft"],
 )
 def test_confidences_equal_plain_pytorch(
-    folder: Path,
-    target: Any,
-    tmp_path: Path,
-    variant: str,
-    is_captured: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, target: Any, draft: Draft, is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results hold the mean over rows of the products of confidences."""
-    config, tensors, model = make_draft(variant, tmp_path)
+    config, tensors, model = draft
     lengths, seen = cycle([1, 3, 0, 2]), list[Any]()
     steps: dict[int, list[Any]] = {}  # rows for which each step proposed
     results: dict[int, list[float]] = {}
@@ -316,15 +311,11 @@ def test_confidences_equal_plain_pytorch(
     assert not is_captured or pool.num_replays > 0
 
 
-@pytest.mark.parametrize("variant", ["plain", "dspark", full("dflash")])
+@pytest.mark.parametrize("draft", ["plain", "dspark", full("dflash")], indirect=True)
 def test_sampled_drafts_change_no_answer(
-    folder: Path,
-    expected: list[list[int]],
-    tmp_path: Path,
-    variant: str,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, expected: list[list[int]], draft: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft, found = make_draft(variant, tmp_path), []
+    found = []
     for method in ("greedy", "probabilistic"):
         with monkeypatch.context() as patch:
             seen = tiny_draft.watch(patch.setattr)
@@ -341,12 +332,14 @@ def test_sampled_drafts_change_no_answer(
 
 
 @pytest.mark.parametrize(
-    ("variant", "name"), [("plain", "bundled"), ("dspark", "bundled"), full("plain", "folder")]
+    ("draft", "name"),
+    [("plain", "bundled"), ("dspark", "bundled"), full("plain", "folder")],
+    indirect=["draft"],
 )
 def test_a_draft_without_weights_is_synthetic(
-    folder: Path, tmp_path: Path, variant: str, name: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, draft: Draft, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_draft(variant, tmp_path)[2]
+    model = draft[2]
     if name == "bundled":
         config = json.loads((Path(model) / "config.json").read_text())
         family = find_draft_family(config)
