@@ -157,7 +157,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     if len(names) > rules.get("most_calls", len(names)):
         raise CheckFailure(f"the answer has {len(names)} calls; allowed: {rules['most_calls']}")
     if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:
-        raise CheckFailure(f"arguments: {', '.join(keys)}; declared: {', '.join(rules['keys'])}")
+        raise CheckFailure(f"the call's keys are {', '.join(keys)}, not {', '.join(rules['keys'])}")
 
 
 async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
@@ -215,4 +215,4 @@ async def _compare(probe: ServerProbe, *, body: Case) -> None:
         if not different:
             return
     one, other = pairs[different[0]]
-    raise CheckFailure(f"{different[0]} is {str(one)[-60:]!r}, but streamed {str(other)[-60:]!r}")
+    raise CheckFailure(f"{different[0]} is {str(one)[-60:]!r}; the stream has {str(other)[-60:]!r}")

@@ -281,7 +281,7 @@ def _read_chunk(fd: int, buffer: Tensor, at: int, checksum: str) -> None:
     if read_bytes(buffer, fd, at) < len(buffer):
         raise _UnusableError("the file is truncated")
     if _checksum(buffer) != checksum:
-        raise _UnusableError(f"the checksum of bytes {at} to {at + len(buffer) - 1} differs")
+        raise _UnusableError(f"the checksum of bytes {at} to {at + len(buffer) - 1} is wrong")
 
 
 def _finish(chunk: Tensor, buffer: Tensor, read: Future[None]) -> None:

@@ -54,7 +54,7 @@ class DraftSpec(ModelSpec):
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the target layers that the draft reads if its files list no layers."""
-        raise ConfigError("the draft's files list no target layers to read", hint=LAYERS_HINT)
+        raise ConfigError("the draft's files do not list its target layers", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
         """Return this spec for `layers` of `target`. Raises `ConfigError` for different sizes."""

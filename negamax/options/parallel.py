@@ -59,7 +59,7 @@ class ParallelOptions:
             )
         if self.enable_expert_parallel and experts == 1 < ranks * replicas * shares:
             refusal = "--enable-expert-parallel contradicts --expert-parallel-size 1"
-            raise ConfigError(refusal, hint="leave one of the two options out")
+            raise ConfigError(refusal, hint="omit --enable-expert-parallel, or use a larger size")
         _ = self.layers_of_stages  # this property checks `pp_layer_partition`
         self._check_cache_ranks()
 

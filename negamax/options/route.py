@@ -128,7 +128,7 @@ def list_event_addresses(
         if len(endpoints) != len(sources.get(url, ())):
             refusal = f"--kv-event-replay-source has {len(endpoints)} addresses of {url}, and "
             refusal += f"--kv-event-source has {len(sources.get(url, ()))}"
-            raise ConfigError(refusal, hint="give the same number of addresses in both options")
+            raise ConfigError(refusal, hint="give one replay address per --kv-event-source address")
     return {
         url: list(map(EventAddress, endpoints, replays.get(url, [None] * len(endpoints))))
         for url, endpoints in sources.items()

@@ -189,7 +189,7 @@ class ServerOptions:
     profile_dir: str | None = option(
         None,
         "Let /start_profile and /stop_profile write traces of the steps to this folder (default: "
-        "refuse these routes).",
+        "refuse both routes).",
     )
 
     def body_bytes(self, *, has_images: bool) -> int:

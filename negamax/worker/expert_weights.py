@@ -99,7 +99,7 @@ class MovableExperts(ExpertRecorder):
             return counts
         if step.version != self._version + 1:
             raise EngineDeadError(
-                f"received plan {step.version} of the expert moves, expected plan "
+                f"this rank received plan {step.version} of expert moves, but expects plan "
                 f"{self._version + 1}"
             )
         self._version = step.version

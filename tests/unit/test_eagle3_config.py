@@ -112,7 +112,7 @@ def test_refuses_the_draft_of_another_model() -> None:
             read_spec(M2 | fields).adapt_to(target, layers)
         assert words in caught.value.message
     spec = replace(read_spec(M2), aux_layers=())
-    with pytest.raises(ConfigError, match="this target has 6"):
+    with pytest.raises(ConfigError, match="this target model has 6"):
         spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(6), None)
     spec = spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(7), None)
     assert spec.aux_layers == (2, 3, 4)

@@ -75,7 +75,7 @@ class Driver:
             )
         except (ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
             message = " ".join(str(error).split())[:_MAX_MESSAGE]
-            raise ConfigError(f"Ray at {address or 'this machine'}: {message}") from None
+            raise ConfigError(f"Ray at {address or 'this machine'} reports: {message}") from None
         self.is_connected = True
         _ignore_signals()
 

@@ -83,8 +83,8 @@ class Eagle3Spec(DraftSpec):
         """Return vLLM's default layers. Raises `ConfigError` if `num_layers` is below 7."""
         if num_layers < 7:
             raise ConfigError(
-                f"the draft's files list no target layers to read, and the defaults need a "
-                f"target of 7 or more layers; this target has {num_layers}",
+                f"the draft's files do not list its target layers, and the default layers need a "
+                f"target model of 7 or more layers; this target model has {num_layers}",
                 hint=LAYERS_HINT,
             )
         return 2, num_layers // 2, num_layers - 3
