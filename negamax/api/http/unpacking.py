@@ -122,10 +122,10 @@ class Unpacker:
         if not self._packed:
             return
         if self._encoding == b"deflate":
-            raise self._error("it has data after the end of the deflate stream")
+            raise self._error("there is data after the end of the deflate stream")
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
-            raise self._error(f"it has more than {MAX_PARTS} members or frames; send only one")
+            raise self._error(f"there are more than {MAX_PARTS} members or frames; send only one")
         self._decoder = _DECODERS[self._encoding]()
 
     def _error(self, problem: str) -> InvalidRequestError:
