@@ -289,7 +289,7 @@ def test_replicas_have_own_gpus_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> 
     known = INFO
     check_same_device([known, replace(known, device="cpu"), None])
     check_same_device([replace(known, device=f"cuda:{number}") for number in range(2)])
-    with pytest.raises(ConfigError, match="the replicas run on cuda, cpu"):
+    with pytest.raises(ConfigError, match="one kind of device, not cuda, cpu"):
         check_same_device([replace(known, device="cuda:0"), replace(known, device="cpu")])
 
 

@@ -270,6 +270,6 @@ def check_same_device(infos: Sequence[ModelInfo | None]) -> None:
     kinds = [info.device.partition(":")[0] for info in infos if info is not None]
     if len(set(kinds)) > 1:
         raise ConfigError(
-            f"--num-replicas {len(kinds)} needs more GPUs: the replicas run on {', '.join(kinds)}",
+            f"the replicas of --num-replicas need one kind of device, not {', '.join(kinds)}",
             hint="use fewer replicas, or set --device",
         )
