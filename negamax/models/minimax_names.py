@@ -88,6 +88,11 @@ SPELLINGS = Spellings(
         (r"^(?:model|language_model)\.(?=lm_head\.)", ""),
         (rf"^model\.(?=(?:{_OF_VISION})\.)", ""),
         (rf"^(model\.layers\.\d+\.)mlp\.(?=(?:{_OF_EXPERTS})\b)", r"\1block_sparse_moe."),
+        # transformers 5.17 to 5.21 save each `mlp` of MiniMax-M3 under the name of its experts.
+        (
+            r"(\.layers\.\d+\.)block_sparse_moe\.(?=(?:(?:gate|up|gate_up|down)_proj|fc[12])\.)",
+            r"\1mlp.",
+        ),
         (r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$", r"\1\2"),
         # names in neuronx-distributed-inference
         (r"(\.block_sparse_moe\.)router\.linear_router\.", r"\1gate."),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
@@ -43,9 +44,11 @@ def test_area_rule_has_the_sizes_of_transformers() -> None:
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P"])
 def test_conversion_to_rgb_is_that_of_transformers(mode: str) -> None:
     """Convert an image whose sides are multiples of 28, so that it is not resized."""
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
+        pytest.skip(f"transformers {transformers.__version__} converts images in another way")
     image = draw(112, 56, mode)
     if mode in ("RGBA", "LA"):
         image.putalpha(Image.linear_gradient("L").resize(image.size))
     ours = np.asarray(decode(encode(image), rule="area"))
-    theirs = convert_to_rgb(image, return_numpy=True)
+    theirs = np.asarray(convert_to_rgb(image))
     assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= (1 if "A" in mode else 0)

@@ -315,16 +315,23 @@ def test_both_transformers_classes_load(tmp_path: Path, caplog: pytest.LogCaptur
     alone.model.load_state_dict(whole.model.language_model.state_dict())
     alone.lm_head.load_state_dict(whole.lm_head.state_dict())
     found = []
-    for name, saved in (("whole", whole), ("alone", alone)):
+    for name, saved in (("whole", whole), ("alone", alone), ("by 5.17 to 5.21", whole)):
         saved.save_pretrained(tmp_path / name)
+        if name.startswith("by"):
+            file = tmp_path / name / "model.safetensors"
+            older = {
+                n.replace(".mlp.", ".block_sparse_moe."): t for n, t in load_file(file).items()
+            }
+            save_file(older, file)
         with caplog.at_level(logging.WARNING, logger="negamax"):
             model, tensors, _ = load(tmp_path / name)
         found.append(tensors)
         assert tensors.keys() == {n for n, s in model.weight_slots().items() if not s.optional}
         assert weight_bytes(model.spec, dtype="float32") == sum(t.nbytes for t in tensors.values())
     assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
     skips = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
-    assert len(skips) == 1
+    assert len(skips) == 2
     assert re.match(r"skipped 27 tensors: vision tensors, because the model is served", skips[0])
 
 
