@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
@@ -158,8 +159,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield the outputs of one prompt step by step. Closing the iterator aborts the prompt."""
         prompts = [self._encode(prompt)]
-        outputs = self._run(prompts, self._admit(prompts, sampling_params))
-        return (output for _, output in outputs)
+        return _drop_positions(self._run(prompts, self._admit(prompts, sampling_params)))
 
     def chat(
         self,
@@ -304,7 +304,7 @@ class LLM:
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
         images: Sequence[list[ImageInput]] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
         """Run the loop until all choices have ended. Yield (index of the prompt, output)."""
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
@@ -385,6 +385,15 @@ class LLM:
                 )
                 choices.append((position, request, stream))
             yield choices
+
+
+def _drop_positions(outputs: Generator[tuple[int, RequestOutput]]) -> Iterator[RequestOutput]:
+    """Yield the outputs. In Python 3.12, closing a generator expression would not close `outputs`
+    before the expression is deleted.
+    """
+    with closing(outputs):
+        for _, output in outputs:
+            yield output
 
 
 def _make_results(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
