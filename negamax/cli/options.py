@@ -192,8 +192,8 @@ def _check_server(chosen: Mapping[str, Any]) -> None:
         check_template_kwargs(kwargs)
     template = chosen["chat_template"]
     if template is not None and not Path(template).is_file():
-        refusal = f"--chat-template is {template!r}, which is not a file"
-        raise ConfigError(refusal, hint="pass a Jinja template file")
+        refusal = f"--chat-template is {template!r}, not a file; set the path of a Jinja template"
+        raise ConfigError(refusal)
     names = ("tool_call_parser", "reasoning_parser")
     check_parsers(**{name: chosen[name] for name in names})
 

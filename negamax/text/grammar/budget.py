@@ -51,7 +51,9 @@ class Budget:
         self.is_risky |= not is_harmless or self._formats > RISKY_FORMATS
 
     def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
-        """Add `nodes` and `num_bytes` to the counts. Raises `InvalidRequestError` above a limit."""
+        """Add `nodes` and `num_bytes` to the counts. Raises `InvalidRequestError` if the number of
+        nodes exceeds `MAX_NODES`, or the number of bytes exceeds `MAX_BYTES`.
+        """
         self._nodes += nodes
         self._bytes += num_bytes
         if self._nodes > MAX_NODES:
