@@ -19,7 +19,7 @@ from tests.kernel_cases.case import Case, Cost, OpCases, both, num_bytes, randn,
 from tests.kernel_cases.gemm import fp8_weight, stored_weight
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
-_LONG = 8192  # tokens for other tiles, or for rounded activations
+_LONG = 8192  # tokens for other tiles or kernels, or for rounded activations
 _PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # widths of MiniMax-M2's experts under TP1, TP2 and TP4
 _M3_WIDTHS = (768, 384)  # widths of MiniMax-M3's experts under TP4 and TP8
@@ -260,7 +260,7 @@ def _fp8_case(
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Case]:
-    m2 = [(E4M3_BLOCKS, width, _TOKENS) for width in _WIDTHS]
+    m2 = [(E4M3_BLOCKS, width, (*_TOKENS, _LONG)) for width in _WIDTHS]
     m2 += [(form, n, (*_TOKENS, _LONG)) for form in weight_only.FORMATS for n in _PACKED_WIDTHS]
     m3 = [(form, width) for form in (E4M3_BLOCKS, mxfp8()) for width in _M3_WIDTHS]
     m3 += [(weight_only.INT4, width) for width in _M3_PACKED_WIDTHS]
