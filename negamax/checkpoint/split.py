@@ -22,7 +22,7 @@ def is_split(folder: Path) -> bool:
 def read_ranks(folder: Path) -> list[ParallelLayout]:
     """Return the ranks for which a checkpoint is split, or an empty list if it is not split.
 
-    Raises `CheckpointError` if the index does not contain the sizes of the split.
+    Raises `CheckpointError` if the index lacks a valid tensor or expert parallel size.
     """
     if not is_split(folder):
         return []
@@ -32,7 +32,7 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
     tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
     if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= _MAX_RANKS or tp % ep:
         raise CheckpointError(
-            f"{path} has the metadata {said!r}; the sizes of the split are missing",
+            f"{path} lacks a valid tensor or expert parallel size: its metadata is {said!r}",
             hint="convert the checkpoint again",
         )
     return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]

@@ -244,7 +244,7 @@ class EngineOptions:
         is_json=True,
     )
     enable_prefix_caching: bool = option(
-        True, "Disable prefix caching, for example in benchmarks.", also="--disable-radix-cache"
+        True, "Disable prefix caching: compute each prompt in full.", also="--disable-radix-cache"
     )
     enable_overlap: bool = option(
         True,
@@ -381,8 +381,8 @@ class EngineOptions:
 
     nnodes: int = option(
         1,
-        "Spread the ranks over this many machines. Run the command on each machine with the same "
-        "NEGAMAX_NODE_KEY and a different --node-rank.",
+        "Spread the ranks over this many machines. On each machine, run this command with its own "
+        "--node-rank, and set the environment variable NEGAMAX_NODE_KEY to the same secret.",
         panel=NODES,
     )
     node_rank: int = option(0, "Set the index of this machine; machine 0 runs the API server.")
@@ -400,7 +400,7 @@ class EngineOptions:
     )
     distributed_executor_backend: str = option(
         MP,
-        "Start the ranks with this command on each machine (mp), or in a Ray cluster (ray).",
+        "Start other machines' ranks by running this command there (mp), or through Ray (ray).",
         choices=LAUNCHERS,
     )
     ray_placement_timeout: float = option(

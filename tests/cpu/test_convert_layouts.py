@@ -113,7 +113,7 @@ def test_split_is_split_again(bf16: Path, converted: dict[str, Path], tmp_path: 
     [
         ("index", r"split for 2 ranks, but model-rank-1"),
         ("file", r"lists 3 files, of which 1 cannot be found: model-rank-1-part-00000"),
-        ("sizes", r"metadata \{'rank': 0\}; the sizes of the split"),
+        ("sizes", r"lacks a valid tensor or expert parallel size: its metadata is \{'rank': 0\}"),
         ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not cover"),
     ],
 )

@@ -40,7 +40,7 @@ class ScriptedExecutor(Executor):
         if template is None:
             raise ConfigError(
                 "--script needs a model with a chat template, and this model has none",
-                hint="use an embedded model, such as nano",
+                hint="use a model that is part of Negamax, such as nano",
             )
         self._eos = source.generation.eos_token_ids[0]
         self._answers = ScriptedAnswers(

@@ -251,7 +251,7 @@ def _select_span(
     each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr
 ):
     """Return the scales or zero points [BLOCK_N, entries] of span `i` of SPANS spans."""
-    if each.shape[1] > side_entries(P, IN_WORDS):  # `each` has the entries of 256 columns
+    if each.shape[1] > side_entries(P, IN_WORDS):  # scales or zero points of 256 columns, not 128
         each = _half(each, i // (SPANS // 2))
     return each
 

@@ -224,8 +224,8 @@ class MiniMaxM2Block(CallBlock):
     def _may_follow(self, text: str) -> bool:
         """Read `text`, which follows the last closer. Return False if the closer is data.
 
-        After white space, the closer may still be data. If `text` begins a missing argument of the
-        tool in a form of `_OTHER_FORMS`, the closer ends the value.
+        The closer ends the value if the text after it begins an argument that the tool declares and
+        the call does not have yet, in a form of `_OTHER_FORMS`. White space alone does not decide.
         """
         assert self._closer is not None
         if not self._words and text.isspace():
@@ -340,7 +340,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
-        """Add `text` to the open value. A string is streamed once it cannot become null."""
+        """Add `text` to the value. Stream a string unless it may still be the literal null."""
         if self._is_written:
             self._calls.string_text(text)
             return
