@@ -19,10 +19,10 @@ NEWEST_TORCH ?= $(shell sed -n 's/^  "\(torch>.*\)",$$/\1/p' pyproject.toml)
 .PHONY: demo serve test collect test-full attack fault-table test-install lint types contracts
 .PHONY: docs check newest tritons compile-oldest compile-newest sbom constraints clean
 
-demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
+demo: $(VENV)/.demo   ## start the built-in model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
 
-serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
+serve: $(VENV)/.demo  ## serve the built-in model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
 # Four workers keep two cores busy, because tests also wait. Failed tests run once more alone.

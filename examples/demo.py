@@ -1,4 +1,4 @@
-"""Serve the embedded model, stream a chat with thinking, run one tool call, and stop.
+"""Serve the built-in model, stream a chat with thinking, run one tool call, and stop.
 
 `make demo` runs this script. It exits with 1 if a step fails.
 """
@@ -183,7 +183,7 @@ def tool_call(client: OpenAI) -> None:
 
 def main() -> None:
     """Run all parts."""
-    heading("A server with the embedded model")
+    heading("A server with the built-in model")
     process, url = start_server()
     try:
         with OpenAI(base_url=url, api_key="unused", max_retries=0) as client:

@@ -1,1 +1,1 @@
-"""Train, export and measure the four embedded models."""
+"""Train, export and measure the four built-in models."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train one of the embedded models on one GPU and write its checkpoint to OUT/MODEL:
+# Train one of the built-in models on one GPU and write its checkpoint to OUT/MODEL:
 #
 #   nano/run.sh nano OUT [SECONDS]
 #   nano/run.sh nano-m3 OUT [SECONDS [TOTAL_SECONDS]]

@@ -93,7 +93,7 @@ def run_scripted(args: argparse.Namespace) -> Report:
 
 
 def run_live(args: argparse.Namespace) -> Report:
-    """Replay agents against the embedded model, and check its calls against the tools' schemas."""
+    """Replay agents against the built-in model, and check its calls against the tools' schemas."""
     size = LiveSize.small(args.sessions or 2) if args.small else LiveSize.full(args.sessions or 8)
     return live_day(size=size, seed=args.seed)
 

@@ -19,7 +19,7 @@ from negamax.planner.gpus import GIB, MEASURED, MEASURED_RANKS, format_gib
 from negamax.planner.topology import LEAST_TOKENS, Fit, fit, gpu_reserve
 from negamax.quantization.detect import detect
 
-_EMBEDDED_BYTES = GIB  # main memory that an embedded model needs
+_EMBEDDED_BYTES = GIB  # main memory that a built-in model needs
 _DTYPE = "bfloat16"
 
 
@@ -80,12 +80,12 @@ def verdict(name: str, machine: Machine) -> ModelVerdict:
 
 
 def _embedded(name: str, machine: Machine) -> ModelVerdict:
-    command, detail = f"negamax serve {name}", "an embedded model, on any machine"
+    command, detail = f"negamax serve {name}", "a built-in model, on any machine"
     if machine.memory_bytes < _EMBEDDED_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {format_gib(machine.memory_bytes)} are free"
         return ModelVerdict(name, False, "", missing)
     if _refusal(machine.gpus):
-        command, detail = f"{command} --device cpu", "an embedded model, on the CPU of this machine"
+        command, detail = f"{command} --device cpu", "a built-in model, on the CPU of this machine"
     return ModelVerdict(name, True, command, detail)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="negamax",
-    help="Serve MiniMax models: `negamax serve nano` starts an embedded model.",
+    help="Serve MiniMax models: `negamax serve nano` starts a built-in model.",
     rich_markup_mode="markdown",
     no_args_is_help=False,
     pretty_exceptions_enable=False,

@@ -68,7 +68,7 @@ def add_options(
         has_engine = any(issubclass(one, EngineOptions) for one in classes.values())
         parameters = [one for name, one in own.items() if name not in classes]
         if has_engine:
-            help = f"A local folder, a hub id, or an embedded model: {QUOTED_NAMES}."
+            help = f"A local folder, a hub id, or a built-in model: {QUOTED_NAMES}."
             model = typer.Argument(None, metavar="MODEL", help=help, show_default=False)
             first = [_parameter("model", model, str | None)]
             if explains:
@@ -201,7 +201,7 @@ def _check_server(chosen: Mapping[str, Any]) -> None:
 def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str:
     model = option if argument is None else argument
     if model is None and needed:
-        hint = f"pass a folder, a hub id, or {QUOTED_NAMES}, the embedded models"
+        hint = f"pass a folder, a hub id, or {QUOTED_NAMES}, the built-in models"
         raise ConfigError("MODEL is missing", hint=hint)
     if option not in (None, model):
         refusal = f"MODEL is {argument!r} and --model is {option!r}"

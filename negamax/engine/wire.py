@@ -45,7 +45,7 @@ class TransferInfo(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a started engine that the server needs."""
 
-    model: str  # Folder, hub id or embedded name, as set by the user.
+    model: str  # Folder, hub id or built-in name, as set by the user.
     served_model_name: str
     architecture: str  # Architecture in config.json.
     max_model_len: int  # Limit of prompt plus output tokens.

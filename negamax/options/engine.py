@@ -53,7 +53,7 @@ STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16
 class EngineOptions:
     """Options of loading and running a model, named as in vLLM. None means a computed default."""
 
-    model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
+    model: str = field(kw_only=False)  # folder, hub id, built-in name, or bundled specification
 
     revision: str | None = option(
         None, "Load this branch, tag or commit of a hub model.", panel=MODEL

@@ -92,7 +92,7 @@ class Tokenizer:
         """Read a checkpoint's tokenizer. Raises `CheckpointError` with the bad file's name.
 
         Only a trusted tokenizer encodes in this process. If `is_trusted` is None, the tokenizers of
-        embedded models are trusted. Other tokenizers encode in processes with limits (`Confined`).
+        built-in models are trusted. Other tokenizers encode in processes with limits (`Confined`).
         """
         file, confined = path / "tokenizer.json", None
         if not (path in EMBEDDED.values() if is_trusted is None else is_trusted):

@@ -1,4 +1,4 @@
-"""Make requests with grammars for the tokenizer of the embedded model."""
+"""Make requests with grammars for the tokenizer of the built-in model."""
 
 import json
 import os

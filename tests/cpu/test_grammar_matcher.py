@@ -1,4 +1,4 @@
-"""Check grammars with the real compiler and the embedded model's vocabulary."""
+"""Check grammars with the real compiler and the built-in model's vocabulary."""
 
 import json
 from collections.abc import Sequence

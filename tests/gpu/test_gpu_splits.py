@@ -50,7 +50,7 @@ STAGES = [
     parallel(pp=2, speculative_config={"method": "ngram"}),
     parallel(pp=4, speculative_config={"model": "nano-draft"}),
 ]  # fmt: skip
-# The embedded models have two KV heads.
+# The built-in models have two KV heads.
 CACHE_SHARDS = [
     parallel(tp=4, dcp=2),
     parallel(tp=4, dcp=2, enforce_eager=True),

@@ -15,7 +15,7 @@ M3_LAYOUT = TESTS / "minimax_m3_layout.jinja"
 
 
 def m2_template() -> ChatTemplate:
-    """Return the embedded model's template as M2's, with another default identity."""
+    """Return the built-in model's template as M2's, with another default identity."""
     source = (EMBEDDED["nano"] / "chat_template.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, variables={"model_identity": "You are a helpful assistant."})
 

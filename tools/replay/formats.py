@@ -15,7 +15,7 @@ from tools.replay.script import Call, Exchange, Quotations
 
 _TURN, _END = "]~b]", "[e~["
 _MARKER = "]<]minimax[>["
-_FIRST_FREE_ID = 4150  # first id after the embedded model's vocabulary
+_FIRST_FREE_ID = 4150  # first id after the built-in model's vocabulary
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The live day: agent sessions with the embedded model, whose own answers make the history.
+"""The live day: agent sessions with the built-in model, whose own answers make the history.
 
 Requests force calls in several ways, with strict tools. Each call must follow its schema, and the
 whole previous prompt must be cached.
@@ -239,7 +239,7 @@ def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") 
 
 
 def _widened(folder: Path, *, context_length: int) -> Path:
-    """Make the embedded model accept a longer context than it was trained for."""
+    """Make the built-in model accept a longer context than it was trained for."""
     nano = resolve_model("nano")
     for file in nano.iterdir():
         if file.name != "config.json":

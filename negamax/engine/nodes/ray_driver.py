@@ -252,7 +252,7 @@ def cluster_nodes() -> list[ClusterNode]:
 
 def make_paths_absolute(options: EngineOptions) -> EngineOptions:
     """Make the options' paths absolute, for processes that run in another folder. Keep the name of
-    an embedded model, even if a folder has the same name.
+    a built-in model, even if a folder has the same name.
     """
 
     def whole(path: str | None) -> str | None:
