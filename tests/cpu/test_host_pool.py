@@ -400,10 +400,12 @@ def test_nixl_reads_by_the_given_transport_or_the_start_fails(
             check_nixl(transport)
             assert re.search(f"NIXL reads memory of this machine by {lane}", caplog.text)
     monkeypatch.setitem(nixl_probe._TRANSPORTS, "shm", ("tcp,self", ("cma", "posix", "sysv")))
-    with pytest.raises(ConfigError, match=r"selects shm transport .* UCX reads by tcp/.*rdma, shm"):
+    with pytest.raises(ConfigError, match=r"transport shm, but UCX reads by tcp/.*rdma, shm"):
         check_nixl("shm")
     if not Path("/sys/class/infiniband").exists():
-        with pytest.raises(ConfigError, match=r"selects rdma .* no usable transports/devices"):
+        with pytest.raises(
+            ConfigError, match=r"with transport rdma, but .* no usable transports/devices"
+        ):
             check_nixl("rdma")
 
 
