@@ -46,8 +46,8 @@ class Browser:
     """Control one tab. `problems` lists uncaught errors, console errors and blocked loads."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._incoming = os.fdopen(read_fd, "rb", buffering=0)
-        self._outgoing = os.fdopen(write_fd, "wb", buffering=0)
+        self._incoming = os.fdopen(read_fd, "rb", buffering=0, closefd=False)
+        self._outgoing = os.fdopen(write_fd, "wb", buffering=0, closefd=False)
         self._rest = b""
         self._last_id = 0
         self._session: str | None = None
@@ -218,6 +218,8 @@ def browsing(folder: Path) -> Iterator[Browser]:
     finally:
         process.terminate()
         process.wait(120)
+        os.close(our_in)
+        os.close(our_out)
         with contextlib.suppress(OSError):  # Chromium has not started yet.
             # Chromium leaves the folder of its socket.
             shutil.rmtree((folder / "SingletonSocket").readlink().parent)
