@@ -486,6 +486,7 @@ def experts_large_m(
     """Run the experts -> [M, top_k, hidden]. The next kernel sums over top_k as it reads the rows,
     which saves a launch and 2 x 2 bytes per value. With `rounded` x and h are rounded to 8 bits and
     multiplied with 8-bit weights.
+    On Hopper, FP8 experts with many pairs run in `triton_specialized.py`, with equal bits.
     """
     topk_ids, topk_weights, first, count = selected
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
@@ -511,7 +512,7 @@ def experts_large_m(
         h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
     pairs = sort_pairs(topk_ids, first=first, count=count)
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
-    if (
+    if (  # Gluon's kernel uses instructions that only Hopper has.
         E.FP8
         and platform.platform_of(device).arch == "sm_90"
         and E.HIDDEN % 256 == 0

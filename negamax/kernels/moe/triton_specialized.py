@@ -151,7 +151,7 @@ def _consume(
             valid, store_valid = places < end, store_places < end
             pairs = gl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
             if DOWN:
-                x_scale_ptrs, out_rows = x_scale_ptr + places * K_BLOCKS, store_places
+                x_scale_ptrs = x_scale_ptr + places * K_BLOCKS
                 topk_weight = gl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)
                 out_rows = gl.load(sorted_token_ids_ptr + store_places, mask=store_valid, other=0)
             else:
