@@ -162,7 +162,7 @@ class KernelTable:
         }
         for one in next((pair for pair in _PAIRS if op in pair), (op,)):
             own = [kernel for kernel in self.candidates[one] if kernel.provider == provider]
-            found[one] = (*own, one.reference)  # reference: for formats that the provider lacks
+            found[one] = (*own, one.reference)  # reference: used if the provider lacks a format
         return found
 
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SAFE_ROWS_MULTIPLE = 4  # fp32 GEMMs pad the number of rows to a multiple of 4 (`gemm/cpu.py`)
-_STEP = 32  # number of floats per step of PyTorch's CPU loops
+_STEP = 32  # number of floats per iteration of PyTorch's CPU loops
 _SERIAL_LIMIT = 32_768  # number of elements from which PyTorch uses several threads
 
 

@@ -130,7 +130,7 @@ class Attention:
         self._qkv = ColumnParallel(qkv, sizes.hidden_size, setup=setup)
         self._out = sizes.out(names.out, setup)
         self.activation = self._qkv.activation  # quantized format of x that the layer also accepts.
-        # `given`: the attention kernels quantize their output with one scale per head.
+        # All attention kernels but the reference can quantize their output with one scale per head.
         given = self._out.activation if kernels[PREFILL].provider != "reference" else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._heads, self._kv_heads = len(queried), len(own_kv)

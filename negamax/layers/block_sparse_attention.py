@@ -113,7 +113,7 @@ class BlockSparseAttention:
         )
         self._out = sizes.out(names.out, setup)
         self.activation = self._projection.activation
-        # the attention kernels quantize their output with one scale per head
+        # all attention kernels but the reference can quantize their output with one scale per head
         has_fp8 = kernels[BLOCK_SPARSE_PREFILL].provider != "reference"
         given = self._out.activation if has_fp8 else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim

@@ -115,7 +115,7 @@ class ReplicatedTokens:
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
-        self.table, context = tuple(table), setup.context  # expert index of each slot at start
+        self.table, context = tuple(table), setup.context  # initial expert of each slot
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]

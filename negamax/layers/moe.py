@@ -75,7 +75,7 @@ class SparseMoe:
                     setup=setup,
                 )
         self._dispatch = expert_dispatch(table, setup=setup)
-        self.table = self._dispatch.table  # the expert in each slot at start
+        self.table = self._dispatch.table  # the initial expert of each slot
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts

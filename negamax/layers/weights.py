@@ -15,7 +15,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
-# For each dimension: how often an entry is repeated, and the index of the first repetition to keep.
+# For each dimension: how often each entry is repeated, and how many repetitions are skipped.
 Copies = tuple[tuple[int, int], ...]
 
 
@@ -221,7 +221,7 @@ class MatrixWeight:
             ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
-        # without a region this rank keeps no tensor, so `held` below is not read
+        # if `region` is None, this rank keeps no tensor, and the code below does not use `held`
         all_held = source.tensors if region is None else self.format.tensors
         return [
             WeightSlot(

@@ -199,7 +199,7 @@ class Decoder:
                 names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
             )
             slots += self.embedding.slots
-        # On stages before the last, this norm has no weight and only sums the residual stream.
+        # On stages before the last, `_norm` has no weight and only sums the residual stream.
         own: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self._norm = RmsNorm(names.norm, spec.hidden_size, activation=None, **own)
         if self.is_last_stage:

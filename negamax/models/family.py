@@ -97,10 +97,10 @@ class WeightSpec:
     name: str
     shape: tuple[int, ...]
     count: int = 1
-    used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
+    used: int | None = None  # How many of the `count` tensors one token uses; None: all.
     joins_experts: bool = False  # Whether the ranks that shard each expert also shard this tensor.
     parts: int | None = None  # Maximum number of shards; more ranks store copies. None: no limit.
-    is_query: bool = False  # Whether ranks that shard one KV cache (DCP) store the same part.
+    is_query: bool = False  # Whether ranks that shard one KV cache (DCP) store the same rows.
     splits: Axis | None = None  # The axis along which ranks shard the matrix.
     dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.
     is_table: bool = False  # Whether the tensor is an embedding, from which tokens read rows.

@@ -198,7 +198,7 @@ def _count_bytes(
     held, axis = [rows, columns], weight.splits.value
     if not is_expert:
         held[axis] //= ranks
-        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # the cut shard is dequantized
+        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # the shards cut groups
             return weight.num_elements * plain / ranks
     else:
         size = layout.experts.tp

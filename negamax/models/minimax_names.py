@@ -106,8 +106,8 @@ SPELLINGS = Spellings(
         (r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$", r"\1\2_scale"),
         # the indexer of block-sparse attention in transformers
         (r"(\.self_attn\.)indexer\.([qk]_(?:proj|norm)\.)", r"\1index_\2"),
-        # Stacked experts may be parameters of one module, such as "w13_weight_scale". transformers
-        # saves them as "gate_up_proj" and "gate_up_proj_scale_inv".
+        # Some files store stacked experts as parameters of one module, such as "w13_weight_scale".
+        # transformers saves stacked experts as "gate_up_proj" and "gate_up_proj_scale_inv".
         (r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$", r"\1.weight"),
         (r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$", r"\1.weight_\2"),
         (r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_", r"\1."),

@@ -452,7 +452,7 @@ class EngineOptions:
             )
 
     def _check_parallel(self) -> None:
-        parallel, _ = self.parallel, self.speculation  # reading these two properties checks options
+        parallel, _ = self.parallel, self.speculation  # both properties check the options they read
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1
@@ -531,7 +531,7 @@ class EngineOptions:
 
     def sequences_per_step(self, device: str) -> int:
         """Return the largest number of sequences in one step of a data-parallel rank."""
-        factor = 2 if self.performance_mode == "throughput" else 1  # vLLM uses the same factor
+        factor = 2 if self.performance_mode == "throughput" else 1  # vLLM doubles its limit, too
         return self.max_num_seqs or factor * STEP_LIMITS[device].max_num_seqs
 
     @property

@@ -20,7 +20,7 @@ class EplbConfig:
     step_interval: int = 3000  # Steps between two rebalances.
     num_redundant_experts: int = 0  # Number of extra expert copies in each layer, over all ranks.
     log_balancedness: bool = False
-    # as in SGLang, experts move only if the mean rank load / largest rank load is at most this
+    # as in SGLang, experts move only if mean rank load / largest rank load <= this threshold
     min_rebalancing_utilization_threshold: float = 1.0
 
     @staticmethod

@@ -14,7 +14,7 @@ _refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
 _NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
-# `_OWN` matches addresses at which the publisher listens; the publisher connects to all others.
+# The publisher listens at addresses that `_OWN` matches, and connects to all other addresses.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 
@@ -24,8 +24,8 @@ class KvEventsConfig:
 
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None  # None disables replay.
-    buffer_steps: int = 10_000  # Number of latest batches that are kept for replay.
-    hwm: int = 100_000  # Maximum unsent batches per subscriber; further batches are dropped.
+    buffer_steps: int = 10_000  # Number of latest event batches that are kept for replay.
+    hwm: int = 100_000  # Maximum unsent event batches per subscriber; others are dropped.
     max_queue_size: int = 100_000  # Largest number of steps whose cache events are queued.
     topic: str = ""
 

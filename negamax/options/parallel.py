@@ -17,7 +17,7 @@ class ParallelOptions:
 
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # Whether each rank has whole experts.
-    # `expert_parallel_size`: groups with different experts; None: with EP all ranks, else 1
+    # `expert_parallel_size`: number of groups with different experts; None: all ranks if EP, else 1
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts
     data_parallel_size: int = 1

@@ -61,7 +61,7 @@ class ServerOptions:
     compact_json: bool = option(
         False, "Omit white space from structured JSON output, unless a request allows white space."
     )
-    # The model families define the choices of the two parser options; the command adds the choices.
+    # The command adds the choices of the two parser options, which the model families define.
     tool_call_parser: str = option(
         "auto", "Parse tool calls in this format; auto selects the format of the model."
     )

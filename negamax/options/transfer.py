@@ -25,7 +25,7 @@ _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
 # accepted connectors that move blocks within one engine only and need the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
-# Negamax lacks these connectors of vLLM; the server ignores the option if its role is kv_both.
+# Negamax lacks these connectors of vLLM. With the role kv_both, the server ignores the option.
 _STORES = (
     "FlexKVConnectorV1",
     "HF3FSKVConnector",

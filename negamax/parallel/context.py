@@ -17,7 +17,7 @@ from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
 START_TIMEOUT_S = 120.0  # Time limit within which all ranks must connect at start.
-STEP_TIMEOUT_S = 600.0  # Time limit of one collective operation; no step takes as long.
+STEP_TIMEOUT_S = 600.0  # Time limit of one collective operation; all steps are shorter.
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class ParallelContext:
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        # Ranks whose kernels exchange rows -> maximum tokens, maximum sampled rows, and words of a
-        # row that is sent to experts (0: none).
+        # Ranks whose kernels exchange rows -> maximum number of tokens, maximum number of sampled
+        # rows, number of words per row sent to experts (0: no rows are sent to experts).
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:

@@ -22,7 +22,7 @@ class AttentionView:
 
     rank: int
     size: int
-    ranks: tuple[int, ...]  # World ranks of the ranks that split the heads.
+    ranks: tuple[int, ...]  # World ranks that split the attention heads.
     cache_size: int = 1
 
     @property

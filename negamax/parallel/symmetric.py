@@ -23,10 +23,10 @@ from negamax.parallel.poll_control import PollControl
 logger = get_logger(__name__)
 
 # Limits of peer memory, in rows (hidden states). NCCL transfers larger batches.
-REDUCE_ROWS = 256  # Limit of the rows that are summed through peer memory.
-DISPATCH_ROWS = 128  # Limit of the rows that a rank sends to experts through peer memory.
+REDUCE_ROWS = 256  # Maximum number of rows that are summed through peer memory.
+DISPATCH_ROWS = 128  # Maximum rows that a rank sends to experts through peer memory.
 SHARED_ROWS = 2048  # Maximum rows of the shared buffer. For more rows, NCCL is as fast on 4 H200.
-SHARD_ROWS = 16384  # Limit of the rows of a sharded step that uses peer memory.
+SHARD_ROWS = 16384  # Maximum rows of a sharded step that uses peer memory.
 BUFFERS = 2
 # Longest wait of a kernel for another rank. --engine-hang-timeout should be longer.
 PEER_TIMEOUT_S = 120.0
@@ -41,7 +41,7 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # slices are multiples of 16 bytes
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # each rank sums n * 16 bytes
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -172,7 +172,7 @@ def _share(
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()
-        torch.cuda.synchronize(device)  # No rank may write before the words are zero.
+        torch.cuda.synchronize(device)  # Other ranks may write only after the words are zero.
         handle = symm_mem.rendezvous(words, group)
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]

@@ -33,13 +33,13 @@ from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
 # Fractions of the vendor's bandwidth and FLOP/s that kernels reach. Copies, FP8 block GEMMs and
-# unquantized GEMMs read 4.25 of 4.8 TB/s, weight-only GEMMs `WEIGHT_ONLY_SHARES[bits]` of 4.25.
+# unquantized GEMMs read 4.25 of 4.8 TB/s. Weight-only GEMMs read `WEIGHT_ONLY_SHARES[bits]` of it.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# Times of a layer beyond its memory reads: for nine dependent kernels, per sqrt(rows), per token.
+# Besides memory reads, a layer takes time for nine dependent kernels, per sqrt(rows), per token.
 # A batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no ROW_SECONDS.

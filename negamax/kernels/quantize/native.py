@@ -10,7 +10,7 @@ from negamax.formats.platform import Feature
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations
 
-Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # plain values, FP8 values, FP8 scales
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # activations: plain, FP8, FP8 scales
 
 
 def native_e4m3(device: torch.device) -> torch.dtype:

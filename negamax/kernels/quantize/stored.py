@@ -54,7 +54,7 @@ def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
             zero_point = _unpack_words(stored, zeros, tensors, Axis.ROWS)
             zero_point = zero_point[..., : scale.shape[-2], :]
         zero_point = zero_point + stored.zero_offset if stored.zero_offset else zero_point
-    elif values.dtype is torch.uint8 and stored.element != E2M1:  # values hold code + 2^(bits - 1)
+    elif values.dtype is torch.uint8 and stored.element != E2M1:  # bytes store code + 2^(bits - 1)
         values = values.sub_(1 << _bits(stored) - 1).view(torch.int8)
     order, whole = stored.find(Role.PERMUTATION), stored.find(Role.SCALE, level=2)
     global_scale = None

@@ -14,7 +14,7 @@ from negamax.kernels.quantize.op import QUANTIZE
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 
-_GROUPS = 16  # number of groups of 128 columns per program; a warp loads half a kilobyte
+_GROUPS = 16  # number of groups of 128 columns per program; each warp loads 1 KiB of bf16
 
 
 @triton.jit(do_not_specialize=["num_groups"])

@@ -19,7 +19,7 @@ MIX32_B = 0xC2B2AE35
 LARGEST_UNIFORM = 1 - 2.0**-24
 # For v below this number, a series gives -log(1 - v), because 1 - v would lose bits.
 SMALL_UNIFORM = 2.0**-7
-LARGEST_SCORE = 3e38  # upper bound of logit / temperature, which may overflow
+LARGEST_SCORE = 3e38  # logit / temperature may overflow, so it is clamped to this maximum
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

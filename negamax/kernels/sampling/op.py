@@ -38,9 +38,9 @@ class RowSampling(NamedTuple):
 def sample(
     logits: Tensor,  # [R, V] fp32
     *,
-    filters: Tensor,  # [R, 4] fp32, as in `RowSampling`, with temperatures above 0
+    filters: Tensor,  # [R, 4] fp32: temperature > 0, top_k (0: off), top_p, min_p
     uniforms: Tensor,  # [R] fp32 in [0, 1)
-    candidates: int,  # number of tokens to draw from, at least the largest top_k; V without top_k
+    candidates: int,  # number of tokens to draw from: >= the largest top_k; V if a row has no top_k
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the `candidates` most likely tokens."""
     values, token_ids = torch.topk(logits, candidates, dim=-1)  # descending order
@@ -51,7 +51,7 @@ def draw_from(
     values: Tensor,  # [R, C] fp32, logits of the leading tokens in descending order
     token_ids: Tensor,  # [R, C] int64, ids of the leading tokens
     *,
-    filters: Tensor,  # [R, 4] fp32, see `sample`
+    filters: Tensor,  # [R, 4] fp32: temperature > 0, top_k (0: off), top_p, min_p
     uniforms: Tensor,
 ) -> Tensor:  # [R] int64
     """Draw one token per row from `token_ids`."""
@@ -69,7 +69,7 @@ def draw_from(
     cumulative = probs.cumsum(dim=-1)
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
     chosen = (cumulative <= target).sum(dim=-1, keepdim=True)
-    # If rounding makes the target equal to the total, draw the last token with a probability > 0.
+    # If rounding makes `target` the sum of `probs`, draw the last token with a probability > 0.
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1
     return token_ids.gather(1, torch.minimum(chosen, last).clamp_min(0)).squeeze(1)
 
@@ -195,7 +195,7 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
 
 
-_TOP_ROWS = 32  # number of rows that are sorted at a time; 51 MB of keys for 200,000 tokens
+_TOP_ROWS = 32  # number of rows per sort; their keys take 51 MB for a vocabulary of 200,000
 
 
 def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:

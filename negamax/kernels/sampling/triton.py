@@ -110,7 +110,7 @@ def _tile_argmax_kernel(
 def _row_argmax_kernel(
     scores,  # [R, count] fp32, the best score of each tile
     ids,  # [R, count] int32, the best token of each tile
-    out,  # [R] int64, written: the token with the best score; -1 if it is not finite
+    out,  # [R] int64, written: the token with the best score; -1 if that score is not finite
     count,
     addresses,  # `PeerRegion.addresses`, used only if WORLD > 1
     flags,
@@ -331,7 +331,7 @@ def _draw_leading_kernel(
     slots,  # [R] int64, the slot of each row
     positions,  # [R] int64, positions in the sequences, which select the noise
     otherwise,  # [R] int64, results for rows that this call does not draw
-    chosen,  # [R, 3, COUNT] int32, written: the leading strips, keys and tokens
+    chosen,  # [R, 3, COUNT] int32, written: leading strips, leading keys, their tokens
     out,  # [R] int64, written: drawn tokens, or `otherwise` for rows that this call does not draw
     stride,
     vocab,

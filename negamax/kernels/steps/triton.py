@@ -18,13 +18,13 @@ _BLOCK = 128  # number of entries of each output that a program writes
 @triton.jit(do_not_specialize=["num_tokens", "size", "num_words", "padding_slot"])
 def _place_kernel(
     columns,  # see `spec.place`
-    num_computed,  # [slots] int64, positions to which the offsets are added
+    num_computed,  # [slots] int64; position of a token = num_computed + its offset
     tokens,  # [slots, width], draft tokens are written
     drafts,  # [slots, room] int64, draft tokens; or None
     places,  # [size] int64, written: positions of the tokens, then lengths of the sequences
     token_ids,  # [num_tokens] int64, written: the step's tokens
     ends,  # [num_tokens] int64, written: positions + 1; 0 for tokens of the padding slot
-    words,  # [num_words] int32, written: sequence lengths, then the columns after end_offsets
+    words,  # [num_words] int32, written: sequence lengths, then the rest of `columns`
     num_tokens,
     size,  # number of tokens + number of sequences
     num_words,
@@ -90,7 +90,7 @@ def place(
 def _embed_kernel(
     token_ids,  # [T] int64
     table,  # [num_rows, 2 * WORDS]
-    images,  # [T] int32, index in `rows`, or -1 to read `table`; or None
+    images,  # [T] int32, index in `rows`; -1: read `table`; None: no token has an image row
     rows,  # [P, 2 * WORDS], image embeddings; or None
     out,  # [2, T, 2 * WORDS], written: embeddings, then a residual of zeros
     num_rows,

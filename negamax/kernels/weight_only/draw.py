@@ -37,7 +37,7 @@ def draw(
     if tensor.level == 2:
         return torch.full(shape, scale / _LEVEL_1, dtype=dtype, device=device)
     uniform = torch.rand(shape, generator=generator, device=device)
-    if dtype is torch.uint8:  # powers of two whose mean square is scale**2
+    if dtype is torch.uint8:  # E8M0 bytes of powers of two whose mean square is scale**2
         exponent = math.floor(math.log2(scale))
         share: float = (scale**2 / 4.0**exponent - 1) / 3
         return (uniform < share).to(torch.uint8).add_(127 + exponent)

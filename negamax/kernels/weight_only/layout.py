@@ -30,16 +30,16 @@ from negamax.kernels.quantize.stored import decode
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
 SIDE_COLUMNS = 128  # number of columns of a row whose scales (or zero points) are stored together.
-# `AXES`: permutation of a span of 8-bit codes, viewed as [2, 2, 2, 4, 2], for storage.
+# `AXES`: a span of 8-bit codes, viewed as [2, 2, 2, 4, 2], is stored in this order of axes.
 AXES = (3, 0, 1, 4, 2)
 # For the first 4-bit code of each pair: the position of each of its bits in the word, lowest bit
-# first. The bits of the second code are 16 positions higher, modulo 32. Except for the first pair,
-# one shift or rotation and one mask move the bits of e2m1 to their bf16 positions (`launch.ptx`).
+# first. The bits of the second code are 16 positions higher, modulo 32. In all e2m1 pairs but the
+# first, one shift or rotation and one mask move the bits to their bf16 positions (`launch.ptx`).
 BITS = {
     "uint4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
     "e2m1": ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (26, 27, 28, 3)),
 }
-E5M3_BIAS = 23  # bias that maps the exponents of E4M3 (-9 to 8) to at most 31
+E5M3_BIAS = 23  # exponent bias of E5M3; the exponents of E4M3 (-9 to 8) become at most 31
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Packing:
     K_PACKED: int  # number of columns, padding included
     GROUP: int  # number of columns that share a scale; 0: there are only scales per row
     SCALE: str  # "float", "e5m3", "e8m0"
-    ZEROS: bool  # whether groups have zero points; if not, code 0 (uint4: code 8) is 0
+    ZEROS: bool  # whether groups have zero points; if not, code 0 (uint4: code 8) means 0
     ROW_SCALE: bool
 
     @property

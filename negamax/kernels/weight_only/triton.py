@@ -29,13 +29,13 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # the sum with (e5m3 << 20) is fp32 bits
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # plus (e5m3 << 20): fp32 bits of a scale
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
 COLUMNS = tl.constexpr(64)  # number of columns per `dot`; more columns need more registers
-_ONE_SCALE_MAX_M = tl.constexpr(64)  # for more tokens, two accumulators exceed the registers
+_ONE_SCALE_MAX_M = tl.constexpr(64)  # for more tokens, registers lack room for two accumulators
 
 
 @triton.constexpr_function
@@ -251,7 +251,7 @@ def _select_span(
     each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr
 ):
     """Return the scales or zero points [BLOCK_N, entries] of span `i` of SPANS spans."""
-    if each.shape[1] > side_entries(P, IN_WORDS):  # scales or zero points of 256 columns, not 128
+    if each.shape[1] > side_entries(P, IN_WORDS):  # `each` covers 256 columns, not 128
         each = _half(each, i // (SPANS // 2))
     return each
 
@@ -387,7 +387,7 @@ def unpack_numbers(
     index neighboring columns, columns 8 apart, columns 16 apart. With IS_RAW the result is the
     codes plus RAW.
     """
-    ELEMENT: tl.constexpr = P.ELEMENT  # a constexpr, because Triton 3.6 treats a field as a tensor
+    ELEMENT: tl.constexpr = P.ELEMENT  # a copy, because Triton 3.6 treats `P.ELEMENT` as a tensor
     ZEROS: tl.constexpr = P.ZEROS
     SCALED: tl.constexpr = GROUPED or exponent(P, DTYPE) != 0
     if _converts_pairs(DTYPE):

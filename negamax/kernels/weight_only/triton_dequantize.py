@@ -34,7 +34,7 @@ def _dequantize_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Dequantize out[BLOCK_N, BLOCK_K], rounded once. Grid (N / BLOCK_N, K / BLOCK_K)."""
-    CODES: tl.constexpr = P.CODES  # a copy, because Triton 3.6 treats a field as a tensor
+    CODES: tl.constexpr = P.CODES  # a copy, because Triton 3.6 treats `P.CODES` as a tensor
     SPAN: tl.constexpr = BYTES * CODES
     GROUPED: tl.constexpr = P.GROUP > 0
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty

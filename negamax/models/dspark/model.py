@@ -54,7 +54,7 @@ _KIND = "draft block"  # key of draft blocks in `AttentionMetadata.prepared`
 class BlockStep:
     """Inputs of every layer in a pass over R blocks of N tokens."""
 
-    rows: TokenPlaces  # rotary angles and cache positions of all R * N tokens
+    rows: TokenPlaces  # rotary angles and cache positions of the R * N tokens in the blocks
     context: BlockContext
 
 

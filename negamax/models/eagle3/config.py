@@ -51,8 +51,8 @@ class Eagle3Spec(DraftSpec):
     num_aux: int = NUM_AUX
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
-    fc_norm: bool = False  # Whether each stream of the target has its own norm before fc.
-    norm_before_fc: bool = False  # Whether one norm precedes fc for all streams together.
+    fc_norm: bool = False  # Whether each target layer's hidden state has its own norm.
+    norm_before_fc: bool = False  # Whether one norm is applied to the concatenated input of fc.
     norm_output: bool = False  # Whether the next draft pass reads the normed hidden state.
     norm_before_residual: bool = False  # Whether the residual starts as the normed hidden state.
     attention_bias: bool = False

@@ -351,7 +351,7 @@ class Eagle3Draft:
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """Return the norm of x [T, width]."""
-    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # no sum: each rank has the whole x
+    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # x is not a sum over ranks
     assert isinstance(normed, Tensor)
     return normed
 

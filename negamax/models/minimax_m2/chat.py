@@ -73,7 +73,7 @@ _OTHER_FORMS = (  # beginnings of arguments with broken tags or another syntax; 
 # opening or closing tag of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# A call's closing tag is text of the open value, unless one of these tags or CUT follows.
+# A call's closing tag ends the open value if one of these tags or CUT follows.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -103,7 +103,7 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schemas of open call, value
+        self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.
@@ -114,7 +114,7 @@ class MiniMaxM2Block(CallBlock):
         self._is_written = False  # Whether the open value is streamed as a string.
         self._closer: Lexeme | None = None  # Last closing tag, if it may be text of the value.
         self._space: list[str] = []  # Text after `_closer`, which may be text of the value.
-        self._forms: tuple[str, ...] = ()  # `_OTHER_FORMS` with the names of missing parameters.
+        self._forms: tuple[str, ...] = ()  # `_OTHER_FORMS` of the missing parameters.
         self._num_forms = 0  # len(_keys) when `_forms` was computed.
         self._wrapper = ""  # Name of the element around all parameters; "": none.
         self._words = ""  # Text of `_space` without its leading white space.
@@ -217,7 +217,7 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # after the call's closing tag, the next lexeme ends the call
+            self._close_value()  # if `closer` is the call's closing tag, `before` ends the call
         else:
             self._keep_closer()
 

@@ -33,7 +33,7 @@ _FIXED: dict[str, Any] = {
     "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_alpha": 1.0,
     "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_alpha": 1.0, "layernorm_mlp_beta": 1.0,
 }  # fmt: skip
-# `_PER_LAYER`: fields with one value per layer or for all layers. Only these values are supported.
+# `_PER_LAYER`: only supported value of each field that has one value per layer or for all layers
 _PER_LAYER = {"attn_type_list": 1, "layer_types": "full_attention", "moe_layer_freq": 1}
 
 _READ = {"intermediate_size", "num_experts_per_tok", "num_local_experts"}

@@ -14,8 +14,8 @@ from negamax.models.family import Initializer
 # make some experts 40 % likelier than others.
 ROUTER_BIAS = Initializer(std=0.0005, mean=7.0)
 NORM = Initializer(std=0.05, mean=1.0)
-# Scale of the attention output. The scale is small, because the output is almost equal for all
-# tokens of a sequence, which would then select the same experts.
+# Scale of the attention output, which is almost equal for all tokens of a sequence. With a larger
+# scale, all tokens of a sequence would select the same experts.
 ATTENTION_GAIN = 0.5
 
 

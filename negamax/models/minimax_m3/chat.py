@@ -201,7 +201,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
             return
         inner = f"/{name}"
     name = _read_name(inner, arguments.lists)
-    emptied = name.removesuffix("/").rstrip()  # the name if `tag` closes itself, as in `<tags/>`
+    emptied = name.removesuffix("/").rstrip()  # the name if `tag` is self-closing, like `<a/>`
     is_empty = emptied != name and arguments.lists(emptied) and not arguments.lists(name)
     arguments.open(emptied if is_empty else name, tag)
     if is_empty:

@@ -236,7 +236,7 @@ def _read_tower(
         rope_theta=fields.read_required_number(sizes, "rope_theta"),
         layer_norm_eps=fields.read_required_number(sizes, "layer_norm_eps"),
         image_token_id=image_token,
-        # in the vocabulary, the start and end tokens of images follow the image and video tokens
+        # the ids of the image start and image end tokens follow the ids of image and video tokens
         image_start_id=image_token + 4,
         image_end_id=image_token + 5,
     )

@@ -36,6 +36,6 @@ def _draw_vision(name: str, shape: tuple[int, ...], *, num_layers: int) -> Initi
         is_norm = name.endswith(".weight")
         return minimax_m2.NORM if is_norm else Initializer(std=0.02)
     depth = math.sqrt(2 * num_layers) if ".out_proj." in name or ".fc2." in name else 1.0
-    # gelu leaves 0.65 of the norm of a vector with unit variance
+    # gelu multiplies the norm of a vector with unit variance by 0.65
     gain = 1 / 0.65 if "linear_2." in name else 1.0
     return Initializer(gain / math.sqrt(math.prod(shape[1:])) / depth)
