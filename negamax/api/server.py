@@ -99,8 +99,8 @@ def open_listener(options: ServerOptions) -> socket.socket:
     """Bind a socket to the host and port of `options`. Port 0 selects a free port.
 
     The socket is bound before the model loads, so that errors appear at once. Raises
-    `ResourceError` for a port in use. Raises `ConfigError` for a host of another machine, for a
-    host that other machines reach without an API key, and for unusable TLS files.
+    `ResourceError` for a port in use. Raises `ConfigError` if the host is another machine, if other
+    machines can reach the host without an API key, or if the TLS files are unusable.
     """
     family, address = resolve_address(options)
     _make_tls_files(options)
@@ -120,7 +120,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
     """Return the socket family and the address to listen on.
 
-    Raises `ConfigError` for an unknown host, or if the host needs an API key and no key is set.
+    Raises `ConfigError` if the host is unknown, or if it needs an API key and no key is set.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)
@@ -176,9 +176,9 @@ async def serve(
 ) -> None:
     """Start the engine, serve on `listener` until SIGINT or SIGTERM, and stop everything.
 
-    `announce` is called with the URL and the engine once the server answers requests. The engine
-    process runs `engine_module`. SIGHUP reloads the key and TLS files. Raises the errors of
-    `EngineSupervisor.run`, and `EngineDeadError` if the engine or a server process dies too often.
+    `announce` is called with the URL and the engine when the server is ready. The engine process
+    runs `engine_module`. SIGHUP reloads the key and TLS files. Raises errors of
+    `EngineSupervisor.run`. Raises `EngineDeadError` if the engine or a server dies too often.
     """
     signals = Signals()
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
@@ -317,7 +317,7 @@ class HttpServer(LimitedServer):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Reload the key file and the TLS files. On an error, keep the old keys or certificate."""
+        """Reload the key file and the TLS files. If a file is invalid, keep its old content."""
         if self._servers is not None:
             self._servers.reload()
         try:

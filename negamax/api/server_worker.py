@@ -166,7 +166,7 @@ async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
 
 
 def _failed(reason: str) -> None:
-    """Exit after an undecodable engine message, because a new process may decode later messages."""
+    """Exit after an undecodable engine message. A new server process may decode later messages."""
     logger.error("%s", reason)
     exit_now(1)
 

@@ -141,7 +141,7 @@ def _subtract(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps only the latest failure message of the SDK, which logs a message per failed batch."""
+    """Keeps the SDK's latest log message. The SDK logs a message for each batch that fails."""
 
     def __init__(self) -> None:
         super().__init__()

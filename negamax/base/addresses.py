@@ -7,7 +7,7 @@ from negamax.base.errors import ConfigError
 
 
 def resolve_host(host: str, port: int) -> tuple[int, Any]:
-    """Resolve `--host` to (family, address); "" means all interfaces. Raises `ConfigError`."""
+    """Resolve `--host` to (family, address). "" means all interfaces. Raises `ConfigError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -68,7 +68,7 @@ def set_variable(name: str, value: str) -> None:
 
 
 def set_openmp_defaults() -> None:
-    """Let OpenMP threads sleep at barriers instead of spinning. Keep variables that the user set.
+    """Let OpenMP threads sleep at barriers instead of spinning. Keep the user's own settings.
 
     On a busy machine, spinning threads occupy cores that other threads need. Call this function
     before PyTorch is imported, because libgomp reads the variables at import. Child processes
@@ -146,14 +146,14 @@ def main_memory() -> int:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that affinity and the container's quota allow this process. If
-    threads use more CPU time than the quota, the system pauses all threads for parts of a second.
+    a container's threads exceed the quota, the system pauses all of them for part of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))
 
 
 def _cpu_quota(folder: Path) -> float:
-    """Return the CPU quota of the cgroup at `folder`, in cores; infinity if it has no limit."""
+    """Return the CPU quota of the cgroup at `folder` in cores, or infinity without a quota."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

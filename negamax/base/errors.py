@@ -27,7 +27,7 @@ class NegamaxError(Exception):
         exit_code: int | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """Set the given fields of a new error class, which inherits its other fields."""
+        """Set the given fields of a new class. The class inherits the fields that are not given."""
         cls.http_status = status or cls.http_status
         cls.error_type = kind or cls.error_type
         cls.exit_code = exit_code or cls.exit_code
@@ -53,7 +53,7 @@ class NegamaxError(Exception):
 
 
 class InvalidRequestError(NegamaxError, status=400, kind="invalid_request_error", exit_code=2):
-    """A request that fails until the client changes it (400)."""
+    """An invalid request, which the client must change (400)."""
 
 
 class ContextLengthError(InvalidRequestError):
@@ -66,7 +66,7 @@ class ContextLengthError(InvalidRequestError):
         """Return the error of a prompt that leaves no room for an answer.
 
         If `is_counted` is False, the prompt has at least `num_tokens` tokens. Anthropic's clients
-        recognize the first sentence of the message, and OpenAI's clients the second sentence.
+        recognize the message's first sentence. OpenAI's clients recognize the second one.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"

@@ -30,7 +30,7 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger. Negamax logs from `level` on, and libraries from warnings on.
+    """Configure the root logger. Negamax logs at `level`, and libraries at level warning.
     `log_format` is "text" or "json". `replica` is the index of this engine if several engines run.
     """
     handler = StderrHandler()
@@ -58,7 +58,7 @@ def setup_as_parent() -> None:
 
 
 def settings(replica: int | None = None) -> str:
-    """Return the value of `CHILD_VARIABLE` for a child of `replica` (default: this replica)."""
+    """Return the value of `CHILD_VARIABLE` for a child process of `replica`; None: this replica."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()
@@ -75,7 +75,7 @@ def recent_lines() -> list[str]:
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Log an uncaught exception. Python's default hook would print plain text in a JSON log."""
+    """Log an uncaught exception. Python's own hook would write plain text to a JSON log."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     logger = logging.getLogger("negamax")

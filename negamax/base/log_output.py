@@ -113,7 +113,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _writer_without_waiting() -> Callable[[bytes], int] | None:
-    """Return a write function that raises `BlockingIOError` instead of waiting; None for a file."""
+    """Return a function that writes to stderr without waiting, or None if stderr is a file."""
     try:
         fd = sys.stderr.fileno()
         mode = os.fstat(fd).st_mode

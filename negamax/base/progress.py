@@ -19,10 +19,10 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows the progress of long work, of which callers pass the completed and the total amount.
+    """Shows the progress of long work. Callers pass the completed amount and the total amount.
 
     As a context manager, `Progress` clears its line at the end. Without a terminal, or with a JSON
-    log, `Progress` logs a line every 5 s, or prints the line if the log level is warning.
+    log, `Progress` logs a line every 5 s. At log level warning, `Progress` prints the line instead.
     """
 
     def __init__(

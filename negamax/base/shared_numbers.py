@@ -30,7 +30,7 @@ class SharedNumbers:
         self._num_columns, self.num_rows = num_columns, num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
-        """Return `count` (None: all) numbers of process `index` from column `start` on."""
+        """Return `count` (default: all) numbers of process `index`, starting at column `start`."""
         count = self._num_columns - start if count is None else count
         offset = (index * self._num_columns + start) * _BYTES
         return (ctypes.c_double * count).from_buffer(self._memory, offset)

@@ -8,8 +8,8 @@ _MODES = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": (
 
 
 def open_missing() -> None:
-    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. Reads of an
-    opened stdin and writes to an opened stdout fail; an opened stderr drops messages.
+    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. Reads of
+    the new stdin fail. Writes to the new stdout fail. The new stderr drops messages.
     """
     for number, (name, (mode, flags)) in enumerate(_MODES.items()):
         if getattr(sys, name) is None:

@@ -1,7 +1,7 @@
 """Start child processes, watch their pipes and heartbeats, restart and stop them.
 
 Engines, ranks, grammar processes, server workers and Ray's driver are `Supervised` children. Child
-processes call the functions in the second half of this module, which end a child with its parent.
+processes call the functions in the second half of this module, to end when their parent ends.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _LAST_WORDS_SECONDS = 1.0  # Time between reporting and killing a hung parent.
 
 
 class Silence:
-    """Measures the seconds since the last heartbeat of a process. One watcher must call `seconds`
+    """Measures the seconds since the last heartbeat of a process. Only one watcher calls `seconds`,
     several times a second. Each call adds at most `_LONGEST_LOOK_SECONDS` of silence.
     """
 
@@ -62,9 +62,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module args`. If `own_group` is set, create a session and process group.
 
-    The child inherits the open files `pass_fds`, and the environment (`env.make_child_env`) plus
-    `variables`. The child can log as its parent does (`log.setup_as_parent`). The child's standard
-    input is an unbuffered pipe that ends when the parent ends.
+    The child inherits the open files `pass_fds`. `env.make_child_env` makes its environment, which
+    includes `variables`. The child can log as its parent does (`log.setup_as_parent`). The child's
+    standard input is an unbuffered pipe that ends when the parent ends.
     """
     added = {log.CHILD_VARIABLE: log.settings()} | dict(variables or {})
     child_env = env.make_child_env(has_secrets=has_secrets, **added)
@@ -193,7 +193,7 @@ class RestartPolicy:
         self._deaths: deque[float] = deque()
 
     def note_death(self, now: float) -> float | None:
-        """Return the seconds from a death at `now` to the restart; None: no restart follows."""
+        """Return the seconds from a death at `now` to the restart, or None to stop restarting."""
         while self._deaths and self._deaths[0] <= now - self._limits.restart_window:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -235,7 +235,7 @@ def exit_now(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class ParentPulse:
-    """The heartbeat of process `pid`'s event loop, and the longest time between heartbeats."""
+    """The heartbeat file of process `pid`, and the seconds without heartbeat that mean a hang."""
 
     pid: int
     path: str  # File of `SharedNumbers`, whose first number is the heartbeat.
@@ -244,9 +244,9 @@ class ParentPulse:
 
 def watch_parent(parent: ParentPulse, *, report: Callable[[str], object] | None = None) -> None:
     """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call `report`
-    with the reason; one second later kill the parent and end this process.
+    with the reason. One second later, kill the parent and end this process.
 
-    If the parent is process 1 of a container, it cannot be killed, and only this process ends.
+    A parent that is process 1 of a container cannot be killed. Then only this process ends.
     """
     heartbeat = SharedNumbers(1, path=Path(parent.path)).row(0)
 

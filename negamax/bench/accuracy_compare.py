@@ -12,9 +12,9 @@ Suites = Sequence[Mapping[str, Any]]
 
 
 def compare(files: Sequence[Path], results: Sequence[Suites]) -> Iterator[str]:
-    """Yield a text for each suite that both `results` have. McNemar's exact test decides whether
-    the results differ beyond chance. Raises `ConfigError` if the results have no common suite, or
-    different problems.
+    """Yield the lines of a report on each suite that both `results` contain. McNemar's exact test
+    decides whether the results differ beyond chance. Raises `ConfigError` if the results have no
+    common suite, or if a suite's problems differ.
     """
     if len(results) != 2:
         raise ConfigError(

@@ -104,7 +104,7 @@ class AgentSessions:
 
 
 def _recorded_reply(step: _RecordedStep) -> list[dict[str, Any]]:
-    """Return messages: the recorded answer, then its tool results or a user question."""
+    """Return the recorded answer, followed by the results of its tool calls or by a question."""
     if not step.results:
         return [step.message, {"role": "user", "content": step.question}]
     results = zip(step.message["tool_calls"], step.results, strict=True)
@@ -116,7 +116,7 @@ def _tool_message(call: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any]]:
-    """Return messages: the server's answer, then a result for each call or a user message."""
+    """Return the server's answer, followed by a result for each tool call or by a user message."""
     assert answer.message is not None
     message = dict(answer.message)
     calls = message.get("tool_calls", [])

@@ -58,7 +58,7 @@ class EndpointState:
 async def check_endpoints(
     client: ServingClient, *, model: str | None, timeout: float, required: Collection[str] = ()
 ) -> list[EndpointState]:
-    """Check all endpoints within `timeout` seconds. If `required`, absent endpoints fail."""
+    """Check all endpoints within `timeout` seconds. An absent endpoint in `required` fails."""
     deadline = time.monotonic() + timeout
     if model is None:
         try:

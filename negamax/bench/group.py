@@ -9,7 +9,7 @@ from negamax.worker.config import DebugResult
 
 
 def sizes(options: EngineOptions) -> dict[str, int]:
-    """Return the tensor-parallel size, and the other parallel sizes that exceed 1."""
+    """Return the tensor-parallel size, and the pipeline and data-parallel sizes above 1."""
     given = {
         name: getattr(options, name) for name in ("pipeline_parallel_size", "data_parallel_size")
     }
@@ -31,7 +31,7 @@ class Group:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Return the sequences per step, `num_requests` divided by the pipeline stages."""
+        """Return the sequences per step: `num_requests` / number of pipeline stages, rounded up."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:
@@ -52,7 +52,7 @@ class Group:
         return sum(counts) / len(counts) if any(counts) else None
 
     def stage_milliseconds(self, answers: Sequence[DebugResult]) -> list[float]:
-        """Return the step time of each pipeline stage's slowest rank; [] if a rank has no time."""
+        """Return the step time of each stage's slowest rank, or [] if a rank reports no time."""
         slowest: dict[int, float] = {}
         for rank, answer in enumerate(answers):
             if answer.number is None:

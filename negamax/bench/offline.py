@@ -2,8 +2,8 @@
 
 For each batch size, the command runs four batches. The first batch is a short warm-up, and selected
 experts are counted in the second batch. A batch of one output token measures the prefill time, and
-a batch of `output_len` tokens measures decoding. The time per output token is the time of the last
-batch after all requests have their first token, divided by `output_len - 1`.
+a batch of `output_len` tokens measures decoding. The time per output token is the decoding time
+divided by `output_len - 1`. The decoding time starts when all requests have their first token.
 
 With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
 steps after long contexts.

@@ -56,7 +56,7 @@ def _kernel_name(kernel: str) -> str:
 
 
 def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
-    """Sum `times` by operation, divide by `steps`, and sort by time, longest first."""
+    """Return the mean time per step of each operation in `times`, with the longest time first."""
     groups: dict[str, list[KernelTime]] = {}
     for kernel in times:
         groups.setdefault(operation_of(kernel.name), []).append(kernel)
@@ -112,7 +112,7 @@ def run(
 
 
 def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
-    """Return input and output lengths that give contexts of `context` tokens after the warm-up."""
+    """Return input and output lengths for contexts of `context` tokens after the warm-up."""
     input_len = max(1, context - WARM_UP_STEPS)
     # Outputs are as long as the model allows, because no sequence may end before the recording.
     return {
@@ -143,7 +143,7 @@ def _profile(
 def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows: microseconds and launches per layer, by operation and batch size.
 
-    Times of operations that run once per step are also divided by the number of layers.
+    Times of all operations are divided by the number of layers, even if they run once per step.
     """
     runs, layers = result["runs"], result["num_layers"]
     by_batch = [{entry["operation"]: entry for entry in run["operations"]} for run in runs]

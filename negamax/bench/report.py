@@ -70,7 +70,7 @@ def gpu_seconds(
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
-    """Add to each run of `result` the physical limit of a decode step and the fraction reached.
+    """Add to each run of `result` the shortest possible TPOT and its ratio to the measured TPOT.
 
     Runs with speculative decoding are skipped, because their steps yield several tokens. Results of
     pipeline-parallel or data-parallel engines are skipped, too.
@@ -102,7 +102,7 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """Read the result with these `conditions` from `file`. Raises `ConfigError`."""
+    """Return the result in `file` that was measured under `conditions`. Raises `ConfigError`."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
         # result files of older versions lack the key cached_prompts
@@ -120,7 +120,7 @@ def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
 
 
 def add_comparison(result: dict[str, Any], baseline: Run) -> None:
-    """Add to each run the speed-up over the run of the baseline with the same batch size."""
+    """Add to each run its speed-up over the baseline's run with the same batch size."""
     others = {run["concurrency"]: run for run in baseline["runs"]}
     result["compared_with"] = baseline["engine"]
     for run in result["runs"]:
@@ -132,7 +132,7 @@ def add_comparison(result: dict[str, Any], baseline: Run) -> None:
 
 
 def table(result: Run, spec: ModelSpec) -> Table:
-    """Make a table with a column per batch size, without empty lines."""
+    """Make a table with a column per batch size. Omit the metrics that no run has."""
     runs = [dict(run) for run in result["runs"]]
     for run in runs:
         if run.get("spec_decode_synthetic"):

@@ -122,7 +122,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 
 def _count_again(options: BenchOptions, records: Sequence[ResponseRecord]) -> int | None:
-    """Count the tokens of all answers with the tokenizer, or return None without --tokenizer."""
+    """Count the tokens of all answers with --tokenizer; return None if the option is not set."""
     if options.tokenizer is None:
         return None
     encode = _tokenizer(options.tokenizer).encode
@@ -220,7 +220,7 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
 async def _prepare(
     options: BenchOptions, server: _Server
 ) -> tuple[BenchOptions, workloads.BenchWorkload]:
-    """Make a workload for this server, and set options that depend on the server."""
+    """Return `options` with the chosen prompt format, and the workload for this server."""
     has_file = options.dataset_path is not None
     if options.dataset_name == "custom" or (options.dataset_name == "agent" and has_file):
         sessions = workloads.read_requests(str(options.dataset_path), options)
@@ -389,7 +389,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Run `sessions` one by one, delete records. Raises `NegamaxError` if all sessions fail."""
+    """Run `sessions`, and delete their records. Raises `NegamaxError` if all sessions fail."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):

@@ -212,10 +212,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads a streamed answer into `record`, and with `collect` also into `message`.
+    """Reads a streamed answer into `record`. With `collect`, also makes `message` from the answer.
 
-    With `running_usage`, a chunk has output if its reported token count is higher than before. A
-    chunk without a token count has output if it has text, reasoning, a tool call or token ids.
+    With `running_usage`, a chunk has output if its token count exceeds the previous chunk's count.
+    A chunk without a token count has output if it has text, reasoning, a tool call or token ids.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class ServingClient:
     def __init__(
         self, base_url: str, *, headers: dict[str, str], timeout: float, flag: str = "--base-url"
     ) -> None:
-        """Parse `base_url`, the value of the option `flag`. `timeout` is in seconds per request.
+        """Parse `base_url`, which the option `flag` sets. `timeout` is in seconds per request.
 
         Raises `ConfigError` for an invalid URL or header.
         """
@@ -408,7 +408,7 @@ class ServingClient:
             self._idle.pop().close()
 
     async def stream(self, path: str, body: bytes, reader: ResponseReader) -> None:
-        """POST `body` and read the streamed answer. `reader` also records a failure."""
+        """POST `body` and read the streamed answer. `reader` records why a request failed."""
         record = reader.record
         record.started = time.perf_counter()
         try:

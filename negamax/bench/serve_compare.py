@@ -55,9 +55,9 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
-    """If servers of `results` have different settings, raise a `ConfigError` that lists them.
+    """Raise a `ConfigError` that lists the differing settings if the servers of `results` differ.
 
-    Results without settings, such as vLLM's, are accepted.
+    A result that does not contain settings is accepted, for example a result of vLLM.
     """
     shapes = [shape for result in results if isinstance(shape := result.get(SHAPE), dict)]
     fields = sorted({key for shape in shapes for key in shape} - {HASH})
@@ -74,7 +74,7 @@ def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Group results by model and label (default: backend). Series are sorted by load."""
+    """Group results by model and label, or by backend without a label. Sort series by load."""
     models = {result.get("model_id") for result in results}
     found: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:

@@ -63,8 +63,8 @@ def tpot(record: ResponseRecord) -> float | None:
 def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
     """Return the gaps between chunks with output.
 
-    The rule "gap" returns each gap once. The rule "token" divides the gap before a chunk of n
-    tokens into n equal values, if the server reported running token counts.
+    The rule "gap" returns each gap once. If the server reports running token counts, the rule
+    "token" divides the gap before a chunk of n tokens into n equal values.
     """
     gaps = [later - earlier for earlier, later in pairwise(record.arrivals)]
     if rule == "gap":
@@ -85,7 +85,7 @@ def first_start(records: Iterable[ResponseRecord]) -> float:
 
 
 def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """Return all metrics of a run, without lists of requests. Times are in ms, rates in 1/s."""
+    """Return a run's metrics, without values of single requests. Times are in ms, rates in 1/s."""
     good = [record for record in measured.records if record.error is None]
     failures = Counter(record.error for record in measured.records if record.error is not None)
     total_input = sum(record.prompt_tokens or 0 for record in good)
@@ -208,7 +208,7 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
 
 
 def _lines(labels: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each label whose value is present."""
+    """Return a line with label and value for each of `values` that is not None."""
     found = {label: values.get(name) for name, label in labels.items()}
     return [_line(f"{label}:", value) for label, value in found.items() if value is not None]
 
@@ -285,7 +285,7 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
 def document(
     measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool
 ) -> dict[str, Any]:
-    """Return the result under vLLM's names. `detailed` adds lists of the times of requests."""
+    """Return the JSON result with vLLM's keys. `detailed` adds the times of each request."""
     found = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),

@@ -37,7 +37,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class TurnResponse:
-    """The answer to a turn. `message` is set only for sessions that read answers."""
+    """The answer to a turn. `message` is None unless the session reads the answers."""
 
     record: ResponseRecord
     message: dict[str, Any] | None
@@ -77,7 +77,7 @@ class TextScale:
     overhead: int = 0  # tokens of an empty prompt, for example from a chat template
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
-        """Convert tokens to characters, without the `overhead` tokens if `whole_prompt` is set."""
+        """Convert tokens to characters. If `whole_prompt`, subtract the `overhead` tokens first."""
         num_tokens -= self.overhead if whole_prompt else 0
         return max(1, round(num_tokens / self.tokens_per_char))
 
@@ -165,7 +165,7 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> BenchWorkload:
-    """Use the first `num_prompts` of `turns` for timing, and the next `num_warmups` to warm up."""
+    """Time the first `num_prompts` of `turns`. Warm up with the next `num_warmups` of `turns`."""
     timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
     return BenchWorkload(
         timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups))
@@ -173,7 +173,7 @@ def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Ben
 
 
 def longest_prompt(options: BenchOptions) -> int:
-    """Return the largest token count of a prompt with its output, for random prompts."""
+    """Return the largest number of tokens that a random prompt and its output have together."""
     if options.dataset_name == "prefix_repetition":
         prompt = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
         return prompt + options.prefix_repetition_output_len
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Time `num_prompts` requests in order, repeated if needed. Warm up with the last requests."""
+    """Time the first `num_prompts` requests, and repeat them if needed. Warm up with the last."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

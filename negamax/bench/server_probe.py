@@ -89,12 +89,12 @@ class JudgedAnswer:
 
     @property
     def is_reasoning_only(self) -> bool:
-        """Return whether the answer has only reasoning, although it is not truncated."""
+        """Return whether a complete answer consists of reasoning only."""
         has_answer = bool(self.content.strip() or self.calls)
         return bool(self.reasoning) and not has_answer and self.finish_reason != "length"
 
     def count(self, name: str) -> int:
-        """Return the number `name` in `usage`. Raises `CheckFailure` for a missing number."""
+        """Return the count at the path `name` in `usage`. Raises `CheckFailure` without a count."""
         value: Any = self.usage
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None

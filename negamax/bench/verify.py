@@ -190,7 +190,7 @@ class _Verifier:
             self._row(group).add(None)
 
     async def _judge(self, about: str, case: Case, body: Case) -> None:
-        """Send a case and count the answer in the rows that the fields of the case select."""
+        """Send a case. Add the result to the rows of the report that the case's fields select."""
         answer, failure = await self._ask(body)
         self._row("requests answered").add(failure, about)
         reason = answer and answer.finish_reason
@@ -231,7 +231,7 @@ class _Verifier:
 
 
 def _find_thinking(option: str, model: str) -> str:
-    """Return whether thinking is switchable (M3), forced (M3.1, M3-a) or any (other models)."""
+    """Return the model's thinking: switchable (M3), forced (M3.1, M3-a) or any (other models)."""
     if option != "auto":
         return option
     name = model.lower()
@@ -239,7 +239,7 @@ def _find_thinking(option: str, model: str) -> str:
 
 
 def _convert(message: Any) -> Any:
-    """Convert the role and the reasoning fields of a message in a case file to those of the API."""
+    """Convert a case file's message to the API's format: rename its role and reasoning fields."""
     found = dict(message)
     found["role"] = "system" if message["role"] == "_input" else message["role"]
     texts = [found.pop(name, None) for name in ("reasoning", "reason")]
@@ -251,7 +251,7 @@ def _convert(message: Any) -> Any:
 
 
 def _find_wrong_order(text: str, parameters: Mapping[str, Any]) -> str | None:
-    """Return a message if `text` lists the parameters in another order than declared."""
+    """Return a message if the order of parameters in `text` differs from the declared order."""
     keys = parameters.get("properties") or parameters.keys() - _SCHEMA_WORDS
     declared = [key for key in parameters.get("properties", parameters) if key in keys]
     named = sorted((key for key in declared if key in text), key=text.index)

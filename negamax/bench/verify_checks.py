@@ -45,7 +45,7 @@ class CheckSkipped(Exception):
 
 
 def read_own_cases() -> list[Case]:
-    """Return the bundled cases, with messages and tools in the format of a request."""
+    """Return the bundled cases. Replace names of messages and tools by their content."""
     document = tomllib.loads(CASES.read_text(encoding="utf-8"))
     functions = {name: {"name": name, **rest} for name, rest in document["tools"].items()}
     cases = []
@@ -60,7 +60,7 @@ def read_own_cases() -> list[Case]:
 
 
 def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, str, Check]]:
-    """Yield (group, name, check). `thinking`: switchable, forced or any (either allowed)."""
+    """Yield (group, name, check). `thinking` is switchable, forced or any (both allowed)."""
     bodies = {case["name"]: case["body"] for case in cases}
     for case in cases:
         way = ", stream" if case["body"]["stream"] else ""
@@ -112,7 +112,7 @@ def find_shared_delta(answer: JudgedAnswer) -> str | None:
 async def _expect(
     probe: ServerProbe, *, body: Case, rules: Mapping[str, Any], thinking: str
 ) -> None:
-    """Send a case and compare the answer with `rules`, the case's `expect`."""
+    """Send a case, and check the answer by `rules`, the field `expect` of the case."""
     allowed = rules.get("status") or (REFUSED if rules.get("may_refuse") else ())
     try:
         answer = await probe.chat(body)

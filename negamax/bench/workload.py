@@ -94,7 +94,7 @@ def run_batch(
     *,
     on_decode: Callable[[], None] | None = None,
 ) -> BatchTimes:
-    """Run `requests` to their end. Call `on_decode` after each step in which all requests decode.
+    """Run `requests` to their end. Call `on_decode` after steps in which all requests decode.
 
     Raises `EngineError` if a request fails.
     """

@@ -31,7 +31,7 @@ _POWERS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of scales stored as expo
 
 
 class _Part(NamedTuple):
-    """The result of the check of values that the loader copied from `sources` to a parameter."""
+    """The check result of one part of a parameter. The loader copied the part from `sources`."""
 
     sources: tuple[TensorEntry, ...]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Record a part of the matrix `name`; `zeros` is None unless the part has only zeros."""
+        """Record a part of the matrix `name`. If the part has a nonzero value, `zeros` is None."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
@@ -112,7 +112,7 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 
 
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
-    """Check `values` (on the CPU) of `entry`, which has the role `role` in the format `stored`.
+    """Check the `values` (on the CPU) of `entry`, whose role in the format `stored` is `role`.
 
     Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """

@@ -2,7 +2,7 @@
 
 The check reads the stored bytes and does not decode them. A matrix of zeros can be intended, for
 example in a pruned expert. A hole usually extends into the next tensor, which then starts or ends
-with zeros. Formats that store integers with an offset never encode 0 as zero bits.
+with zeros. Formats that store integers with an offset never store 0 as a zero byte.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ZeroMatrix(NamedTuple):
 def is_zero(values: Tensor) -> bool:
     """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0.
 
-    The result is False for an empty tensor. For speed, the first row is checked first.
+    An empty tensor yields False. For speed, other rows are read only if the first row is 0.
     """
     data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
     return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())
@@ -42,7 +42,7 @@ def is_zero(values: Tensor) -> bool:
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> None:
     """Log a warning that lists the matrices in `zeros`, whose stored bytes are all 0.
 
-    Raises `CheckpointError` if a matrix is in a hole, or if its format encodes 0 with an offset.
+    Raises `CheckpointError` if a matrix is in a hole, or if its format never stores 0 as zero bits.
     """
     for name, (entry, stored) in list(zeros.items())[:_MOST_LOOKED_AT]:
         if stored.has_offset_codes:
@@ -65,7 +65,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
 
 
 def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
-    """Return an adjacent tensor in the file whose bytes next to `entry` are zeros, else None."""
+    """Return the tensor next to `entry` if zeros extend into the tensor, else None."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)
     for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):

@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
     """Return the folder of MODEL if it is a path or a bundled name, or None if it is a hub id.
 
-    Raises `ConfigError`, which suggests a name, if MODEL is no path, bundled name or hub id.
+    Raises `ConfigError` if MODEL is no path, bundled name or hub id. The error suggests a name.
     """
     if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
         return embedded
@@ -143,8 +143,8 @@ def resolve_model(
 
 
 def _named(folder: Path, *, subfolder: str | None) -> list[str]:
-    """Return name patterns of more files to download: the QuaRot rotation, which a draft model
-    reads, and the files in `subfolder`.
+    """Return the name patterns of more files to download: the QuaRot rotation for a draft model,
+    and the files in `subfolder`.
     """
     config = folder / "config.json"
     rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None

@@ -30,9 +30,9 @@ def download(
 ) -> Path:
     """Return the snapshot of `model` in `cache`, and download missing files.
 
-    The patterns `others` and `weights` match files at the top level of the repository. The files of
-    `others` are downloaded first. If `check` accepts the folder, the files that `named` returns and
-    the weights are downloaded too. `failure` translates errors of the hub's client.
+    The patterns `others` and `weights` match files at the top level of the repository. Files that
+    match `others` are downloaded first. If `check` then accepts the folder, the files that `named`
+    lists and the weights are downloaded. `failure` translates errors of the hub's client.
     """
     folder = _fetch(model, revision, cache, others)
     if check is not None:

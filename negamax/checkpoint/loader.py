@@ -2,8 +2,8 @@
 
 Every tensor of the checkpoint must fill a weight slot, and every slot must be filled exactly once.
 Names, shapes and dtypes are checked in the file headers before data is read (`plan.py`). The loader
-reads tensors layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps
-only its part. The loader dequantizes a quantized matrix if no kernel reads its format.
+reads tensors layer by layer, in file order and in large pieces (`stream.py`). Each rank keeps its
+part. The loader dequantizes a quantized matrix if no kernel reads its format.
 """
 
 import math
@@ -64,7 +64,7 @@ class CheckpointReport:
 def fill(
     slots: Mapping[str, WeightSlot], plan: LoadPlan, *, progress: ShowProgress | None = None
 ) -> CheckpointReport:
-    """Fill `slots` as planned in `plan`, which may be made for the same model on another device.
+    """Fill `slots` by `plan`. The plan may have been made for the same model on another device.
 
     The caller prepares the weights for their kernels afterwards. `progress` is called after each
     tensor. Raises `CheckpointError` for unreadable files, and for values that are NaN or infinite.

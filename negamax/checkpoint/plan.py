@@ -61,7 +61,7 @@ class SourceTensor:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """Check `found`, the ranges `part` of a matrix of `shape`, with `check_entries`."""
+        """Call `check_entries` for `found`, which contains the ranges `part` of a matrix."""
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
@@ -71,7 +71,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The tensors that fill one slot: a single tensor, or all tensors of a matrix to dequantize."""
+    """A slot and its tensors: one tensor, or all tensors of a matrix that is dequantized."""
 
     slot: WeightSlot
     # each tensor of the slot's format with its source; the tensor of values is first
@@ -86,7 +86,7 @@ class Move:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the loader quantizes the matrix. Each quantized tensor has a slot."""
+        """Whether the loader quantizes the matrix. Values and scales have separate slots."""
         return self.slot.source.is_online
 
     @property
@@ -110,7 +110,7 @@ class Move:
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, SourceTensor, tuple[range, ...]]]:
-        """Yield each tensor with the ranges to read, one per dimension of the stored tensor."""
+        """Yield each stored tensor with the ranges to read: one range per dimension."""
         if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
@@ -121,7 +121,7 @@ class Move:
 
     @property
     def read_region(self) -> Region:
-        """The part of a matrix that must be read to dequantize or quantize the rank's part."""
+        """The region of a matrix from which the loader computes the rank's part."""
         source, shape = self.slot.source, self.slot.matrix_shape
         if source.made_of is None:
             return source.enclose(self.slot.matrix_region, shape)
@@ -136,7 +136,7 @@ class Move:
         return sum(source.num_bytes(part) for _, source, part in self.parts())
 
     def split(self, num_bytes: int) -> Iterator[Self]:
-        """Split this move into moves of at most `num_bytes`, or of one row if a row is larger.
+        """Split this move into moves of at most `num_bytes`. A move of one row may be larger.
 
         Only a tensor that is copied unchanged is split. Each new move fills a slot for its rows.
         """
@@ -283,8 +283,8 @@ def _find(
 ) -> tuple[dict[str, SourceTensor], dict[str, list[str]]]:
     """Match the tensors in the files with the tensors in `places`.
 
-    Returns the found tensors, and the names of skipped tensors by reason. The key of a found tensor
-    is its name in `places`, or its own name if `places` does not contain it.
+    Returns the found tensors, and the names of skipped tensors by reason. A found tensor's key is
+    its name in `places`, or its name in the file if `places` lacks the tensor.
     """
     found: dict[str, SourceTensor] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -315,7 +315,7 @@ def _find(
 
 
 def _respell(placement: Placement, places: Places) -> Placement:
-    """Replace the name of a scale by its other spelling if only that spelling is in `places`."""
+    """Replace a scale's name by its other spelling, if `places` has only the other spelling."""
 
     def find(slot: str) -> str:
         other = other_scale(slot)
@@ -364,8 +364,8 @@ def _join(
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Return the offsets of each tensor in the fused tensor, and the shape of the fused tensor.
 
-    Tensors are joined along `axis`. A tensor without rows (`axis` None), such as a single scale, is
-    either stored once for all matrices or once per matrix.
+    Tensors are joined along `axis`. A single scale has no rows, and its `axis` is None. It is
+    stored once for all matrices, or once per matrix.
     """
     if axis is None:
         if len(shapes) == 1 or given != (len(shapes),):
@@ -379,7 +379,7 @@ def _join(
 
 
 def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors that store the matrix of `slot` in format `held`; keys are full names."""
+    """Return name -> tensor for the tensors that store the matrix of `slot` in format `held`."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 

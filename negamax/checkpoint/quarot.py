@@ -1,8 +1,8 @@
 """QuaRot: checkpoints with a rotated residual stream, h' = h Q with Q orthogonal [hidden, hidden].
 
 All weights of the checkpoint include the rotation, so the model needs no change. If a draft model
-was trained on the unrotated residual stream, its inputs, residual streams and rows of a shared
-embedding, are multiplied by Q^T (`models/eagle3/model.py`).
+was trained on the unrotated residual stream, its inputs are multiplied by Q^T: residual streams and
+rows of a shared embedding (`models/eagle3/model.py`).
 """
 
 from pathlib import Path

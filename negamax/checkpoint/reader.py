@@ -91,10 +91,10 @@ def _span(part: range) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A contiguous range of bytes of a file that contains a part of a tensor.
+    """A contiguous byte range of a file. The range contains a part of a tensor.
 
-    Let d be the outermost dimension in which the part has more than one index. The range covers
-    only the indices of the part in d, and all indices in the dimensions inside d.
+    Let d be the outermost dimension in which the part has more than one index. In d, the range
+    covers the part's indices only. In the dimensions inside d, the range covers all indices.
     """
 
     file: Path
@@ -106,7 +106,7 @@ class Span:
 
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
-        """Compute the span of `region` of `entry`: one range per dimension, or None for all."""
+        """Compute the span of a region: a range per dimension, or None for the whole `entry`."""
         region, shape = entry.translate(region), entry.held
         dtype = DTYPES[entry.dtype]
         if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
@@ -151,7 +151,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             handle.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """Return on the CPU the data of `entry`, or of its part `region` (a range per dimension).
+        """Return `region` (a range per dimension; None: all) of `entry` as a tensor on the CPU.
 
         Raises `CheckpointError` if the file cannot be read.
         """
@@ -381,8 +381,8 @@ def _entry(
 ) -> TensorEntry:
     """Parse one item of a header. The file's data begins at byte `begin`.
 
-    If the file contains only a part of the tensor, `whole` is the shape of the tensor, and
-    `start_in` is the offset of the part in each dimension.
+    If the file contains only a part of the tensor, `whole` is the tensor's shape, and `start_in`
+    contains the part's offset in each dimension.
     """
     if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # error messages contain the name
         raise ValueError(f"a tensor name is too long or not printable: {name[:200]!a}")
@@ -409,7 +409,7 @@ def _entry(
 
 
 def describe_lost_files(files: Iterable[Path]) -> str | None:
-    """Return a message if there are fewer files than their names state ("-of-N"), else None.
+    """Return a message if fewer than N files have names that end in "-of-N", else None.
 
     Some complete checkpoints also have fewer files than their names state.
     """

@@ -36,8 +36,8 @@ _ALIGNMENT = 64  # Offsets of a piece in buffer and file are equal modulo this n
 class Part(NamedTuple):
     """A rank's part of a tensor, with the results of checks of its values.
 
-    `change` is set if a quantized matrix was converted to another quantized format. `change` is the
-    sum of squares of the differences, divided by the sum of squares of the matrix.
+    `change` is set if a quantized matrix was converted to another quantized format. `change` =
+    sum((new - old)^2) / sum(old^2) over the elements of the matrix.
     """
 
     move: Move
@@ -53,7 +53,7 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A part of a tensor to read. Moves of a matrix that the loader quantizes share one part."""
+    """A part of a tensor to read. A matrix that the loader quantizes has several moves per part."""
 
     moves: list[int]  # indices of the moves that need the part
     stored: StoredTensor
@@ -84,7 +84,7 @@ class _Piece:
         return self.stop - self.start
 
     def takes(self, span: Span) -> bool:
-        """Return whether one read can cover this piece and `span`, in the same file."""
+        """Return whether `span` is in the same file, and near enough to be read with this piece."""
         return (
             self.wanted[0].span.file == span.file
             and self.start <= span.start <= self.stop + GAP_BYTES
@@ -101,15 +101,15 @@ class _Piece:
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
     """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
 
-    The memory of a yielded part is reused. Before requesting the next part, the caller must enqueue
-    copies of the part on the current stream. Raises `CheckpointError` for unreadable files.
+    The memory of a yielded part is reused. The caller must copy the part on the current CUDA stream
+    before it requests the next part. Raises `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()
 
 
 class _Stream:
-    """Reads and converts pieces in threads. Single writer: the thread that iterates over `run`."""
+    """Reads and converts pieces in threads. Only the caller of `run` changes this object."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Stream:
             yield from self._advance()
 
     def _advance(self) -> Iterator[Part]:
-        """Convert the next piece that was read, or yield the parts of the next converted piece."""
+        """Start to convert a piece that was read, or yield the parts of a converted piece."""
         if self._reads and len(self._made) < BUFFERS // 2:
             _, buffer, read = self._reads.popleft()
             self._made.append((buffer, self._make(read.result())))
@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """For each move that `found` completes, return a function that returns the move's parts."""
+        """Return one function per move that `found` completes. Each returns the move's parts."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
@@ -223,7 +223,7 @@ class _Stream:
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """Check the tensors of a matrix with `check_entries`; return those that affect its values."""
+    """Check the tensors of a matrix. Return the tensors from which its values are computed."""
     tensors = {}
     for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)
@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the ranges `part` of a tensor; `found` contains the tensor's ranges `whole`."""
+    """Return the ranges `part` of a tensor from `found`, which contains its ranges `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)

@@ -73,7 +73,7 @@ def fill_synthetic(
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
-    """Yield draws: the common name of the slots, the number of the draw, and the slots."""
+    """Yield each draw: the name that its slots share, its number per name, and its slots."""
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         if not slot.optional:
@@ -92,7 +92,7 @@ def _plain(slots: Sequence[WeightSlot], init: Initializer, *, generator: torch.G
 def _stored(
     slots: Sequence[WeightSlot], stored: StoredTensor, *, std: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw the stored tensor of several matrices with elements of standard deviation `std`."""
+    """For matrices with standard deviation `std`, draw the tensor `stored` (values or scales)."""
     source = slots[0].source
     if stored.known is not None:
         known = known_entries(stored, slots[0].matrix_shape)

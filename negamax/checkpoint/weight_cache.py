@@ -123,7 +123,7 @@ def _key(
 
 
 def _place(slot: WeightSlot) -> str:
-    """Describe the part of a tensor that fills `slot`, and where `slot` is in its parameter."""
+    """Describe which part of a tensor fills `slot`, and the offset of `slot` in its parameter."""
     target, stored = slot.target, slot.stored
     assert target is not None
     return repr(
@@ -234,7 +234,7 @@ class _CacheFile:
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """Build the header, padded to whole pages, so that checksums do not change its length."""
+        """Build the header. Padding to whole pages keeps its length when checksums are added."""
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
             "checksum": _checksum(f"{json.dumps(absent)}{checksums}".encode()),

@@ -96,7 +96,7 @@ def _run_all(
     *,
     shows_progress: bool,
 ) -> None:
-    """Measure each load, print and write its result, and compare the results of a sweep."""
+    """Measure each load, print and write its result, and compare the results of all loads."""
     from negamax.bench import plots, serve_report
 
     is_sweep = len(loads) > 1
@@ -127,7 +127,7 @@ def _run_all(
 
 
 def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
-    """Run the benchmark once and summarize its result. `shown` enables the progress display."""
+    """Run the benchmark once and summarize its result. With `shown`, display progress."""
     from negamax.bench import serve, serve_report
 
     progress = serve.RunProgress()
@@ -137,7 +137,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
 
 
 def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
-    """Print and plot the runs of a sweep. Do nothing if a run lacks a metric of the plot."""
+    """Print and plot the runs of a sweep, unless a run lacks a metric that the plot needs."""
     from negamax.bench import plots, serve_compare
 
     if not all(name in document for document in documents for name in serve_compare.NEEDED):

@@ -14,10 +14,10 @@ from negamax.options.engine import EngineOptions
 
 
 class EngineBackend:
-    """A started engine that answers one chat."""
+    """A running engine that answers one chat."""
 
     def __init__(self, supervisor: EngineSupervisor, runner: asyncio.Runner) -> None:
-        """Create the backend from a started engine. Only `start` calls this method."""
+        """Create the backend from a running engine. Only `start` calls this method."""
         engine = supervisor.engine
         self.model = engine.info.served_model_name
         self._supervisor = supervisor

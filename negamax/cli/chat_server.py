@@ -130,7 +130,7 @@ def _first_model(address: str, headers: dict[str, str]) -> str:
 def _answered(
     url: str, *, headers: dict[str, str], body: str | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """Send a GET request, or a POST request with `body`. Raises `OSError` or `HTTPException`."""
+    """Send a GET request, or POST `body` if it is set. Raises `OSError` or `HTTPException`."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

@@ -61,7 +61,7 @@ class Backend(Protocol):
 
 @dataclass
 class _Clock:
-    """Times of an answer in monotonic seconds: request, first piece of text, last piece."""
+    """Times of an answer in monotonic seconds: its request, its first piece and its last piece."""
 
     begin: float
     first: float | None = None
@@ -126,7 +126,7 @@ class ChatSession:
     def answer(self, view: ChatView) -> None:
         """Generate the next message, and show the message as it arrives.
 
-        If the backend refuses the request, or the answer has no content, drop the user's message.
+        Remove the user's message if the backend refuses it, or if its answer has no content.
         """
         shown, clock = view.answer(), _Clock(time.monotonic())
 
@@ -188,7 +188,7 @@ class ChatSession:
         return True
 
     def is_command(self, line: str) -> bool:
-        """Return whether `line` is a chat command; a slash alone may also begin a tool's result."""
+        """Return whether `line` is a chat command. A tool's result may also begin with a slash."""
         name = line.partition(" ")[0].strip()
         if self.awaited_call is not None:
             return name in ("/exit", "/clear", "/reset")

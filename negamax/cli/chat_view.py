@@ -181,7 +181,7 @@ class MarkdownStream:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Split Markdown after the last blank line outside code fences, lists and tables."""
+    """Split Markdown after the last blank line that is not inside a code fence or list."""
     cut, fence, position = 0, "", 0
     for line in text.splitlines(keepends=True):
         position += len(line)
@@ -197,12 +197,12 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _may_continue(rest: str) -> bool:
-    """Return whether the text after a blank line may continue the block before the blank line."""
+    """Return whether text after a blank line may belong to the block before this line."""
     return not rest.strip(" ") or bool(re.match(r"(?: {2,}|\t|\s*(?:[-+*]|\d+[.)])(?:\s|$))", rest))
 
 
 def _tail(block: str, console: Console) -> Markdown:
-    """Render the end of a block, as much as fits on the terminal."""
+    """Render the last lines of a block, as many as fit on the terminal."""
     most = max(1, console.height - 2)
     lines = block.splitlines(keepends=True)
     if len(lines) <= most:

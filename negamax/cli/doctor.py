@@ -1,6 +1,6 @@
 """`negamax doctor`: check this machine, and list the models that it can serve.
 
-This module imports only packages that are importable in a broken installation.
+This module imports only packages that can be imported even if other packages are broken.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def command(
 
 
 def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the findings of `doctor_probe`, or a dictionary with an error message."""
+    """Return the JSON output of `doctor_probe`, or an error message under the key "error"."""
     try:
         output, errors = child.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One finding about this machine, with its remedy. Status "fail": no model can be served."""
+    """A finding about this machine, with a remedy. If the status is "fail", no model can run."""
 
     section: str
     name: str

@@ -155,7 +155,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
 
 
 def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
-    """Return whether all `gpus` can use a published model's weights in their stored format."""
+    """Return whether kernels of all `gpus` read a published model's weights without conversion."""
     scheme = detect(spec.quantization)
     return scheme is not None and all(
         is_kept(stored, gpu.platform) for stored in scheme.formats for gpu in gpus
@@ -173,6 +173,6 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
 
 
 def _budget(gpus: Sequence[Gpu], splits: ParallelOptions) -> int:
-    """Return the bytes that the engine may use on each of its GPUs."""
+    """Return the bytes per GPU that the engine may use."""
     gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
     return min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)

@@ -24,7 +24,7 @@ _ANY_VOCABULARY = 2**31  # upper bound of token ids while the model is unknown
 def print_line(text: str, *, indent: int = 0) -> None:
     """Print a line, and wrap the line if the output is a terminal.
 
-    Wrapped lines have `indent` leading spaces, at most a third of the line width. Words stay whole.
+    Further lines begin with `indent` spaces, at most a third of the width. Words are not split.
     """
     if not sys.stdout.isatty():
         print(text)

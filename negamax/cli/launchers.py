@@ -22,7 +22,7 @@ _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """Return the nodes' settings of a launcher, or [] if the command has --nnodes 1 or uses Ray.
+    """Return the settings that a launcher makes for nodes, or [] for --nnodes 1 and for Ray.
 
     Raises `ConfigError` if the launcher starts more than one process on a machine.
     """
@@ -76,7 +76,7 @@ def _torchrun() -> Mapping[str, tuple[str, str]]:
 
 
 def _given(names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Return option -> (value, variable that sets it), or {} if a variable is missing."""
+    """Map each option to the value and the name of its variable. Return {} if one is missing."""
     values = {option: (env.get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}

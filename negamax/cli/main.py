@@ -141,7 +141,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """Reword Typer's error as one line with an invalid value's source or a similar command."""
+    """Reword Typer's error on one line. Add an invalid value's source, or a similar command."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:
@@ -161,7 +161,7 @@ def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup)
 
 
 def _given(flags: list[str], resolved: Resolved) -> str:
-    """Describe the source and the value of the option that `flags` name."""
+    """Describe the value of the option with one of `flags`, and the value's source."""
     for choice in resolved.choices.values():
         for word in choice.words:
             flag, _, value = word.partition("=")

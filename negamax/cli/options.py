@@ -51,10 +51,10 @@ def add_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose parameters include dataclasses of options.
 
-    A dataclass parameter becomes one option per field. A command with `EngineOptions` also has
-    MODEL, --model and the options of other servers. Without `needs_model`, the model is optional.
-    With `explains`, the command has --config and --explain; the latter calls `check`. `defaults`
-    replaces default values. `foreign` selects other servers' options if the command has no model.
+    Each field of a dataclass becomes an option. A command with `EngineOptions` also has MODEL,
+    --model and other servers' options. Without `needs_model`, the model is optional. With
+    `explains`, the command has --config and --explain. --explain calls `check`. `defaults` replaces
+    default values. `foreign` selects other servers' options for commands without `EngineOptions`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -184,7 +184,7 @@ def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
 
 
 def _check_server(chosen: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for unusable files and names of a server before a model is loaded."""
+    """Raise `ConfigError` if a server's files, template variables or parser names are unusable."""
     keys_of_file(chosen["api_key_file"])
     if kwargs := chosen.get("default_chat_template_kwargs"):
         from negamax.text.chat_template import check_template_kwargs
@@ -293,7 +293,7 @@ def template_option() -> Any:
 
 
 def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
-    """Add the command of a module. In help, a setting without a panel joins the previous panel."""
+    """Add the command of a module. In help, an option without a panel follows the previous one."""
     panel = None
     for parameter in inspect.signature(module.command).parameters.values():
         if isinstance(parameter.default, OptionInfo):

@@ -172,7 +172,7 @@ def _lengths(
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout], Drafts | None]:
-    """Return model, layouts of a split checkpoint, and draft settings. Raises `ConfigError`."""
+    """Return a model, its layouts (if the checkpoint is split) and drafts. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -365,7 +365,7 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec, *, remedy: str | 
 
 
 def _print_refused(plan: Plan) -> None:
-    """Print why topologies do not run: the smallest shortage of memory, and a few other reasons."""
+    """Print why topologies do not run: the smallest lack of memory, and a few other reasons."""
     short = sorted(
         (each for each in plan.refused if each.missing_bytes), key=lambda each: each.missing_bytes
     )

@@ -1,6 +1,6 @@
 """Find the value of each option in the command line, the environment, a file and a launcher.
 
-An option's value comes from the first of these sources that sets the option: its flag,
+An option's value comes from the first source that sets the option. The order is: its flag,
 `NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. `Resolved`
 contains the completed command line, with one name per option, and the source of each value.
 """
@@ -101,7 +101,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
 def find_command(
     root: TyperGroup, words: Sequence[str]
 ) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
-    """Return the innermost command in `words`, the words up to it, and the words after it."""
+    """Return the innermost command in `words`, the words up to its name, and the later words."""
     command: Any = root
     for place, word in enumerate(words):
         if not isinstance(command, TyperGroup):
@@ -225,7 +225,7 @@ def _unknown_variables(names: OptionNames) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace other servers' options by Negamax's, unless the Negamax option is given, too."""
+    """Replace other servers' options by Negamax options. A Negamax option that is given wins."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -268,7 +268,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Take each option's value from the last level that has one, or join all if values add up."""
+    """Return each option's value in the last level that sets it. Join values that add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

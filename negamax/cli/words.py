@@ -19,7 +19,7 @@ _SIMILARITY = 0.8  # Least similarity of a suggested name to the given name.
 
 @dataclass(frozen=True)
 class Option:
-    """An option of Negamax. Flags in `names` set a switch; flags in `opposites` clear a switch."""
+    """An option of Negamax. If it is a switch, `names` turn it on and `opposites` turn it off."""
 
     name: str  # Name of the command's parameter.
     key: str  # Name of the option in files and environment variables.
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """An option on the command line or in another source. `is_set` is the value of a switch."""
+    """An option that some source sets, for example a command line. A switch has value `is_set`."""
 
     name: str
     values: tuple[str, ...]
@@ -92,7 +92,7 @@ class Given:
 
 
 def merged(first: Given, second: Given, kind: Kind) -> Given:
-    """Merge two items of one name: join lists, merge JSON objects, otherwise use `second`."""
+    """Merge two items of one option: join lists, merge JSON objects, or return `second`."""
     if kind is Kind.LIST:
         return replace(second, values=(*first.values, *second.values))
     if kind is not Kind.JSON:
@@ -122,7 +122,7 @@ class OptionNames:
         self.foreign = foreign
 
     def kind(self, name: str) -> Kind:
-        """Return the kind of the values that follow `name`."""
+        """Return the kind of values that option `name` has."""
         return self.own[name].kind if name in self.own else self.foreign[name].kind
 
     def key_of(self, name: str) -> str | None:
@@ -150,7 +150,7 @@ class Line:
 
 
 def is_model_option(option: "Option") -> bool:
-    """Return whether the option is --model, which commands with MODEL have."""
+    """Return whether the option is --model."""
     return option.name == "model_option"
 
 
@@ -163,7 +163,7 @@ def split(words: Sequence[str], names: OptionNames) -> Line:
 
 
 def take_model(line: Line, names: OptionNames) -> Line:
-    """If MODEL is missing, use the last value of an option that accepts several values as MODEL."""
+    """If MODEL is missing, an option with several values gives its last value to MODEL."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
         takes_many = item.name in names.own and names.own[item.name].takes_many
@@ -185,7 +185,7 @@ class _Reader:
         self.after_dashes: list[str] = []
 
     def read(self) -> None:
-        """Remove one option with its values, or one word."""
+        """Read and remove one option with its values, or one positional word."""
         word = self.words.pop(0)
         if word == "--":
             self.after_dashes = ["--", *self.words]
@@ -237,7 +237,7 @@ class _Reader:
         return values
 
     def _find_beginning(self, written: str) -> str:
-        """Return the option that `written` abbreviates, as in argparse.
+        """Return the option whose name begins with `written`, as argparse does.
 
         Raises `ConfigError` for an unknown name, and for an abbreviation of several options.
         """

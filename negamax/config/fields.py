@@ -29,8 +29,8 @@ def read_common(
 ) -> dict[str, Any]:
     """Read the fields that every config.json has, as fields of `ModelSpec`. Raises `ConfigError`.
 
-    If config.json states no rotary dimension, all head dimensions are assumed to rotate, and
-    `notes` gets this assumption unless `rotates_fully` is set.
+    If config.json states no rotary dimension, the whole head is assumed to rotate. Unless
+    `rotates_fully` is set, the assumption is added to `notes`.
     """
     sizes = {name: read_size(config, key) for key, name in _TABLES["sizes"].items()}
     rope_notes: list[str] = [] if rotates_fully else notes
@@ -46,7 +46,7 @@ def read_common(
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Refuse a field whose value differs from its value in `fixed`. Raises `ConfigError`.
+    """Raise `ConfigError` if a field of `config` differs from the field in `fixed`.
 
     Null, an empty list, an empty object, and fields turned off by `_SWITCHES` are accepted.
     """
@@ -62,7 +62,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 def check_per_layer(
     config: Mapping[str, Any], per_layer: Mapping[str, Any], *, num_layers: int
 ) -> None:
-    """Refuse a field whose value for any layer differs from the value in `per_layer`."""
+    """Refuse a field that has another value than in `per_layer` for one or more layers."""
     for name, only in per_layer.items():
         value = config.get(name)
         if value in (None, [], {}):

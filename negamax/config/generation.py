@@ -47,13 +47,13 @@ def read_generation_defaults(
     override: Mapping[str, Any] | None = None,
     turn_end: str | None = None,
 ) -> GenerationDefaults:
-    """Read generation_config.json in `folder`, and replace the fields that `override` has.
+    """Read generation_config.json in `folder`. Fields of `override` replace fields of the file.
 
-    If the file is missing, `absent` is used in its place. A sampling field that the file omits is
-    turned off. `do_sample: false` means greedy sampling. An `eos_token_id` in `override` replaces
-    all end tokens. By default, the end tokens are those of the tokenizer (its eos_token and
-    `turn_end`), of the file and of config.json together. Raises `ConfigError` if a value is not
-    allowed, and `CheckpointError` if the file is not a JSON object.
+    If the file is missing, `absent` replaces it. A sampling field that the file omits is turned
+    off. `do_sample: false` means greedy sampling. An `eos_token_id` in `override` replaces all end
+    tokens. By default, the end tokens of the tokenizer (its eos_token and `turn_end`), of the file
+    and of config.json are all used. Raises `ConfigError` if a value is not allowed, and
+    `CheckpointError` if the file is not a JSON object.
     """
     path = None if folder is None else folder / GENERATION_FILE
     config = read_json_object(path) if path is not None and path.exists() else dict(absent)

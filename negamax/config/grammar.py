@@ -120,8 +120,8 @@ def written(value: object, *, kind: GrammarKind) -> str:
 def find_unwritable(value: object, *, mended: str = "") -> str | None:
     """Return the path of the first value in a schema that UTF-8 JSON cannot encode, or None.
 
-    Titles, descriptions and comments are not checked. If `mended` is the character that replaced
-    lone surrogates, texts with this character are also reported.
+    Titles, descriptions and comments are not checked. If lone surrogates were replaced, `mended` is
+    the new character. Texts that contain `mended` are also reported.
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
@@ -139,7 +139,7 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output: the token `token_id` if it is set, else any tokens with `text`."""
+    """A tag in an output: the token `token_id`, or without an id any tokens that spell `text`."""
 
     text: str
     token_id: int | None = None

@@ -44,7 +44,7 @@ class KvCacheSpec:
         return self.heads if self.replicated else max(1, self.heads // ranks)
 
     def read_tokens(self, context: float) -> float:
-        """Return how many of the `context` tokens of a sequence a decode step reads."""
+        """Return how many tokens of a sequence with `context` tokens a decode step reads."""
         if context <= self.unread_tokens:
             return 0.0
         return min(context, self.most_read_tokens or context)
@@ -56,7 +56,7 @@ class KvCacheSpec:
         return -(-num_blocks // ranks) if self.is_sharded else num_blocks
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
-        """Return the mean bytes of a block per rank. `dtype` is used if the cache has no dtype."""
+        """Return the mean bytes of a block per rank. `dtype` replaces a missing cache dtype."""
         elements = self.local_heads(ranks) * block_size * self.width
         num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
         return -(-num_bytes // (ranks if self.is_sharded else self.holders))
@@ -74,7 +74,7 @@ def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
 
 
 def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
-    """Return `caches` in which `holders` ranks share each head and split its blocks."""
+    """Return `caches` with `holders` ranks per head, among which the head's blocks are split."""
     return [
         [cache if cache.replicated else replace(cache, holders=holders) for cache in layer]
         for layer in caches
@@ -97,8 +97,8 @@ def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> N
 def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
     """Return the number of tokens above which sharded index keys make a decode step faster.
 
-    The tokens of all sequences of the step are counted. At the returned number, the exchange
-    between ranks takes as long as reading the index keys of other ranks.
+    The tokens of all sequences of the step are counted. At the returned number, exchanging data
+    between ranks takes as long as reading the other ranks' index keys.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)
     if index is None or ranks == 1:
@@ -110,7 +110,7 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
 def shards_index(
     caches: KvCacheSpecs, asked: str, *, dtype: str, ranks: int, max_model_len: int
 ) -> bool:
-    """Return whether ranks shard the index keys. "auto" shards them for long contexts."""
+    """Return whether ranks shard the index keys. "auto" shards index keys for long contexts."""
     if asked != "auto":
         return asked == "on" and ranks > 1
     return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)
@@ -126,7 +126,7 @@ def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int
 
 
 def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
-    """Return the bytes of a request slot: its token ids and block ids, `item` bytes each."""
+    """Return the bytes of a request slot. Each of its token ids and block ids has `item` bytes."""
     return item * (context_length + 1 + -(-context_length // block_size))
 
 

@@ -79,7 +79,7 @@ class ModelSpec:
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """Return the MLP widths that tensor parallelism splits: name in messages -> width."""
+        """Return the MLP widths that tensor parallelism splits, by their names in errors."""
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ _LONGEST_HEADER = 100_000_000  # header limit of the safetensors format, in byte
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """A quantization method, its fields in the checkpoint, and the file with these fields."""
+    """A quantization method and its fields. `source` is the file that contains the fields."""
 
     method: str
     fields: dict[str, Any]
@@ -77,7 +77,7 @@ def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpe
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
     """Return the file in `folder` with the residual stream's rotation, or None without a rotation.
 
-    ModelSlim's description or the config.json of a converted checkpoint contains the file name
+    The file's name is in ModelSlim's description, or in the config.json of a converted checkpoint
     (`checkpoint/quarot.py`). Raises the errors of `read_quantization`, and `ConfigError` if the
     file is not a safetensors file inside the folder.
     """
@@ -102,8 +102,8 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
-    Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
-    alternative, because a match of such a group may take exponential time.
+    Raises `re.error` for a malformed pattern. Also raises it for a repeated group that contains a
+    repeat or an alternative, because matching may take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)

@@ -62,7 +62,7 @@ def find_data_type(name: Any) -> str:
 
 
 def other_scale(name: str) -> str | None:
-    """Return the tensor name with the other spelling of the scale; None if it is not a scale."""
+    """Return a scale's name in its other spelling, or None if `name` is not a scale's name."""
     module, _, last = name.rpartition(".")
     if last not in _SCALES:
         return None

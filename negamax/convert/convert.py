@@ -152,7 +152,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LayerStep:
-    """The files of one layer or of the tensors outside the layers, with one file per rank."""
+    """The files of one layer, or of all tensors outside the layers. Each rank has one file."""
 
     layer: int | None  # layer number, or None for the tensors outside the layers
     pieces: list[Piece]
@@ -230,7 +230,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
 
 
 def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
-    """Write the files of a step. Yield each piece after all files contain the piece."""
+    """Write the files of a step. Yield each piece when it is in all files."""
     with ExitStack() as stack:
         made_files = (
             TensorFile(path, step.planned(shard), shard.file_metadata(step.pieces))
@@ -364,7 +364,7 @@ def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
 
 
 def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
-    """Return the fields in which this conversion differs from the conversion in `destination`.
+    """Return the fields of `identity` that differ in the conversion in `destination`.
 
     Returns None if `destination` does not contain a complete conversion.
     """
@@ -393,7 +393,7 @@ def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
 def _carry_files(folder: Path, destination: Path, *, description: str | None) -> None:
     """Copy tokenizer, chat template, generation config and licence.
 
-    Of the files that describe stored weights, only the file `description` is copied.
+    A file that describes stored weights is copied only if its name is `description`.
     """
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -436,7 +436,7 @@ def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any])
 def _with_vision(
     whole: Mapping[str, Any], text: dict[str, Any], *, is_same: bool
 ) -> dict[str, Any]:
-    """Return config.json `whole` of a vision-language model with `text` as text_config.
+    """Return `whole`, a vision-language model's config.json, with the text_config `text`.
 
     `is_same` is true if the conversion does not change the quantization.
     """

@@ -36,7 +36,7 @@ class JoiningReader(CheckpointReader):
 
 
 def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
-    """Return for each tensor the entry of the rank with the largest part of the tensor.
+    """Return one entry per tensor, from the rank that has the largest part of the tensor.
 
     Raises `CheckpointError` if the parts of the ranks do not cover the whole tensor.
     """

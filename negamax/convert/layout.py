@@ -1,4 +1,4 @@
-"""Conversion plans, which state how the tensors of the target are computed from each weight.
+"""Conversion plans. A plan states how to compute the target's tensors from each weight.
 
 A weight that is already stored in the target's format is copied unchanged.
 """
@@ -94,8 +94,8 @@ def _copy(weight: Weight) -> Piece:
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
     """Make the piece of a weight that the target stores unquantized.
 
-    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16`,
-    unquantized weights become bf16 if the model does not need fp32.
+    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16`, an
+    unquantized weight becomes bf16 unless the model needs fp32.
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
@@ -159,7 +159,7 @@ def read_together(
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
     """Yield the pieces of an expert's gate and up matrices with a common global scale.
 
-    Engines multiply gate and up as one matrix. vLLM also uses the global scale of gate for up.
+    Engines multiply gate and up as one matrix. For up, vLLM uses the global scale of gate.
     """
     for weight in weights:
         make = partial(_with_common_scale, weights, weight, stored)
@@ -169,7 +169,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: list[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Quantize `weight` with an extra row, so that the global scale fits all `weights`."""
+    """Quantize `weight` with an extra row that has the largest value of all `weights`."""
     plain = [one.dequantize(tensors) for one, tensors in zip(weights, read, strict=True)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)

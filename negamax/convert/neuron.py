@@ -73,7 +73,7 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Make entry `number` of `count` stacked experts. Matrices [I, K] are stored as [K, I]."""
+    """Make the entry of expert `number` in a stack of `count`. [I, K] is stored as [K, I]."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(

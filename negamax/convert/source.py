@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def module(self) -> str:
-        """Name of the module in quantization configs."""
+        """Name of the weight's module in quantization configs."""
         return self.name.removesuffix(f".{PLAIN.values.name}")
 
     @property
@@ -117,7 +117,7 @@ class Weight:
 class Source:
     """The weights of the checkpoint in `folder`. The parts of a split checkpoint are joined.
 
-    The constructor raises `ConfigError` or `CheckpointError`, as the loader does.
+    Like the loader, the constructor raises `ConfigError` or `CheckpointError`.
     """
 
     def __init__(self, folder: Path) -> None:

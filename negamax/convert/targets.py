@@ -1,7 +1,7 @@
 """Targets of `negamax convert --to`, which targets.toml lists.
 
-A target defines the quantization config that the conversion writes to config.json, and from which
-the package `quantization` reads the format of each module. This module does not import torch.
+A target defines a quantization config, which the conversion writes to config.json. The package
+`quantization` reads each module's format from this config. This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def limit(self) -> float:
-        """Largest relative error of a correct conversion: 4 * `error`, because of outliers."""
+        """Largest relative error of a correct conversion: 4 * `error`, to allow for outliers."""
         return 4 * self.error
 
     @property

@@ -79,7 +79,7 @@ def compare(
 
 
 def _parts(one: Weight, other: Weight) -> Iterator[range]:
-    """Yield ranges of rows. To save memory, the caller compares two weights one range at a time."""
+    """Yield ranges of rows. The caller compares range by range to save memory."""
     count, size = one.spec.shape[0], math.prod(one.spec.shape)
     is_plain = one.format is PLAIN and other.format is PLAIN
     rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count

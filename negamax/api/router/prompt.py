@@ -65,7 +65,7 @@ class RoutedPrompt:
 
 
 def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
-    """Hash the prompt in a body. Different senders get different hashes of equal prompts."""
+    """Hash the prompt of a request. Equal prompts of different senders get different hashes."""
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
@@ -90,8 +90,8 @@ def build_prefill_body(fields: Fields) -> bytes:
 
 
 def build_room_body(fields: Fields, url: str, ports: Mapping[str, int | None]) -> bytes:
-    """Return the body for the prefilling server `url` and for the decoding server. The body
-    contains the address at which the decoding server finds the prompt.
+    """Return the request body that both servers get: the prefilling server `url` and the decoding
+    server. The body contains the address at which the decoding server finds the prompt.
     """
     room, host = secrets.randbits(_ROOM_BITS), urlsplit(url).hostname
     address = {"bootstrap_host": host, "bootstrap_port": ports[url], ROOM: room}

@@ -46,7 +46,7 @@ class RoutedServer:
     def __init__(
         self, address: SplitResult, *, role: str, load: ReplicaLoad, indexes: Sequence[BlockIndex]
     ) -> None:
-        """`role` is the value of a metrics label. Only the router writes `load`. `indexes` follow
+        """`role` is the server's label in metrics. Only the router writes `load`. `indexes` follow
         the KV events of the server's caches.
         """
         self.url, self.role, self.load = address.geturl(), role, load
@@ -181,7 +181,7 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request that counts as open until `close`. Only the handler changes this object."""
+    """A request that is open until `close` is called. Only the handler changes this object."""
 
     server: RoutedServer
     prompt: RoutedPrompt
@@ -215,7 +215,7 @@ class OpenCall:
 
 
 def _count_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Count the equal leading hashes. Equal hashes mean that all earlier blocks are equal, too."""
+    """Count the equal hashes at the start. Equal hashes mean that all earlier blocks are equal."""
     places = range(min(len(left), len(right)))
     return bisect_left(places, True, key=lambda at: left[at] != right[at])
 
@@ -255,7 +255,7 @@ class ServerPool:
     ) -> OpenCall:
         """Choose a server for a prompt. Raises `UnavailableError` if no server is left.
 
-        `without` lists failed servers. `is_computed` means that a prefilling server has the prompt.
+        `without` lists failed servers. With `is_computed`, a prefilling server computes the prompt.
         """
         ready = self.list_ready(without)
         if not ready:
@@ -282,7 +282,7 @@ class ServerPool:
         return OpenCall(server, prompt, 0 if is_computed else num_pending)
 
     def pick_renderer(self, prompt: RoutedPrompt) -> RoutedServer | None:
-        """Return the server to ask for the blocks of a prompt, or None if the blocks have no use.
+        """Return the server that computes a prompt's blocks, or None if no server should.
 
         The server that received the longest prefix of the prompt has probably cached the prefix.
         """

@@ -74,7 +74,7 @@ class PromptLogprob(Struct, frozen=True):
 
 
 class PromptBlocks(Struct, frozen=True):
-    """The blocks of a prompt, by which a router finds servers that have the prompt in the cache."""
+    """The blocks of a prompt. A router uses them to find servers that have cached the prompt."""
 
     num_tokens: int  # Number of tokens in the prompt.
     block_size: int  # Number of tokens in a block.

@@ -4,9 +4,9 @@ In every object of a request, `null` means that a field is left out, and a numbe
 integer. A field in `ignored_fields` has no effect. A field in `unsupported_fields` is refused with
 a reason, unless its value is false, 0, "" or [].
 
-An unknown field is refused as misspelt if its name resembles a known field that was not sent, and
-otherwise ignored, because clients send fields of other servers. Only the first wrong element of a
-list is reported. The length of a list is checked before its elements.
+An unknown field is refused if its name resembles a known field that the request does not set. Other
+unknown fields are ignored, because clients send fields of other servers. Only the first wrong
+element of a list is reported. The length of a list is checked before its elements.
 
 `SamplingParams.check` checks ranges, so that the server and the `LLM` class refuse the same values.
 """
@@ -73,7 +73,7 @@ def check_type(value: object, kind: type[ValueT], param: str, what: str = "") ->
 def validate_at_most(
     field: str, limit: int, what: str, *, of: type[Sized] = list
 ) -> BeforeValidator:
-    """Check that a list or object has at most `limit` elements before checking the elements."""
+    """Make a validator that limits the size of a list or object before its elements are checked."""
 
     def check(value: object) -> object:
         if isinstance(value, of) and len(value) > limit:
@@ -134,7 +134,7 @@ class RequestModel(BaseModel):
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # field -> other names of the field
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Add the fields of the class's table in unread_fields.toml to those of its base class."""
+        """Extend the base class's unread fields by this class's table in unread_fields.toml."""
         super().__init_subclass__(**options)
         table = _UNREAD.get(cls.__name__, {})
         cls.ignored_fields = cls.ignored_fields.union(table.get("ignored", "").split())

@@ -112,7 +112,7 @@ def build_format_grammar(
 ) -> Grammar | None:
     """Return the grammar of the format `form` in field `param`. `allowed` lists format types.
 
-    With `is_nested`, the format has its schema in the field `json_schema`.
+    With `is_nested`, the schema of the format is inside the object `json_schema`.
     """
     match check_choice(form.get("type"), allowed, param, what="type "):
         case "text":

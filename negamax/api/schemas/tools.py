@@ -18,7 +18,7 @@ MAX_TOOL_NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """The description and the schema of a tool that a request declares by one of `types`."""
+    """The description and the schema of a tool. A request declares the tool by one of `types`."""
 
     types: tuple[str, ...]
     description: str
@@ -65,7 +65,7 @@ def check_function(
 
 
 def check_mended_tools(tools: object) -> None:
-    """Refuse strict schemas with U+FFFD, if U+FFFD has replaced lone surrogates in the body."""
+    """Refuse strict schemas that contain U+FFFD, which has replaced the body's lone surrogates."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if isinstance(function, Mapping) and function.get("strict"):
@@ -122,8 +122,8 @@ def read_allowed_tools(
 ) -> tuple[str, dict[str, str]]:
     """Return the mode of a `tool_choice` of type "allowed_tools", and the path of each tool name.
 
-    The choice may have the format of chat completions or of /v1/responses. If `named_by_type`
-    contains a tool's type, the type is the tool's name. `may_run_elsewhere` permits other types.
+    The choice may have the format of chat completions or of /v1/responses. A tool whose type is in
+    `named_by_type` has its type as its name. `may_run_elsewhere` permits other types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -195,7 +195,7 @@ def check_call_choice(
 ) -> CallChoice:
     """Check a tool choice. `mode` is auto, none, required or function. "function" needs a `name`.
 
-    `allowed` maps the name of each tool that may be called to the place of the name in the request.
+    `allowed` maps the name of each tool that may be called to the name's path in the request.
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():
