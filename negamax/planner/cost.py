@@ -43,9 +43,9 @@ ATTENTION_SHARE = 280 / 989
 # A batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no ROW_SECONDS.
-# `*_SHARE`: fractions of link bandwidth in sums of up to SMALL_SUM_TOKENS, larger sums and gathers.
+# Sums of up to SMALL_SUM_TOKENS tokens, larger sums and gathers reach `*_SHARE` of link bandwidth.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Fixed time of a sum over ranks; time of a QK norm.
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Fixed time of a sum over ranks, and time of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
 MERGE_SECONDS = 4e-6  # Calculated time to merge the attention results of DCP ranks.
 # `DRAFT_RATES`: assumed probabilities that a step accepts the first, second, ... draft token.
@@ -318,7 +318,7 @@ class Costs:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
-        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # each rank gets its heads' results
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # each rank gets only its own heads
             return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 

@@ -40,7 +40,7 @@ class Prediction:
 
     concurrency: int  # Number of requests that run at a time; further requests wait for KV blocks.
     token_seconds: float  # Time between two tokens of a request.
-    tokens_per_second: float  # Output tokens per second, while prompts run between decode steps.
+    tokens_per_second: float  # Output tokens per second, if prompt chunks run between decode steps.
     draft_tokens: int = 0  # Draft tokens per sequence and step.
 
 

@@ -191,7 +191,7 @@ def fit(
             weights += draft_bytes(
                 draft, dtype=model.dtype, kept=model.kept, ranks=tp, embeds=stage.is_first_stage
             )
-            # memory for the draft model's logits, and for its input (residual streams of a chunk)
+            # memory for the logits and the input (a chunk's residual streams) of the draft model
             logits = max_num_seqs * drafts.speculation.num_speculative_tokens * draft.vocab_size
             streams = len(draft.aux_layers) * LIMITS.max_num_batched_tokens
             room -= 4 * logits // tp + 2 * streams * draft.target_hidden_size

@@ -73,7 +73,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         refuse(spec, "config_groups", groups, "an object of groups")
     read_groups = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
     by_class = next((stored for names, stored in read_groups if "Linear" in names), PLAIN)
-    # As in the compressed-tensors library, names apply before sorted patterns ("re:...").
+    # As in the compressed-tensors library, exact names are tried before sorted "re:" patterns.
     targets = sorted(
         ((name, stored) for names, stored in read_groups for name in names),
         key=lambda each: each[0] if each[0].startswith("re:") else "",

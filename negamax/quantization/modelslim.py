@@ -61,7 +61,7 @@ def int8(size: int, *, is_static: bool) -> TensorFormat:
     )
 
 
-# int8 with deq_scale = input_scale * weight_scale. These checkpoints do not store weight_scale.
+# int8 weights of checkpoints that store deq_scale = input_scale * weight_scale, not weight_scale.
 INT8_DEQ_SCALE = TensorFormat(
     "modelslim_int8_deq_scale",
     "int8",

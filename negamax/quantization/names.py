@@ -8,7 +8,7 @@ from negamax.config.spellings import METHODS, find_method, plain
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 
-# values of --quantization that load MXFP8 matrices of any checkpoint as FP8 blocks, or as stored
+# With these values of --quantization, MXFP8 matrices are loaded as FP8 blocks or as stored.
 _BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 

@@ -21,7 +21,7 @@ class BlockPool:
         """`changes`: list that receives (block hash, True if indexed or False if evicted)."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # number of blocks freed or indexed; after each, a refused admission may be tried again
+        # number of blocks freed or indexed; a refused admission is tried again if this number grows
         self.gain_count = 0
         self.eviction_count = 0  # number of cached blocks that were evicted for other content
         self._ref_counts = [0] * num_blocks

@@ -29,7 +29,7 @@ from negamax.scheduler.step import StepPlan, StepResult
 
 StepSeconds = tuple[int, int, float]  # (number of rows, drafts per row, seconds of a step)
 
-# steps between two choices of the draft length; odd, to sample both of two alternating batches
+# steps between choices of the draft length; odd, because steps may alternate between two batches
 STEPS_PER_CHOICE = 5
 _GAIN = 1.01  # factor by which the score of a new draft length must exceed the current score
 
@@ -37,18 +37,18 @@ _GAIN = 1.01  # factor by which the score of a new draft length must exceed the 
 # least `_TRIAL_STEPS` steps. The acceptance rate `_PRIOR` has the weight of `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 # Acceptance rates that the draft model estimates. The weight of an estimate falls to a third after
-# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as
-# `_ESTIMATE_TRIALS` trials or more. From `_LEAST_BIAS_TRIALS` trials on, estimates are corrected by
-# their mean error.
+# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. When estimates end, the last one
+# counts as at least `_ESTIMATE_TRIALS` trials. From `_LEAST_BIAS_TRIALS` trials on, estimates are
+# corrected by their mean error.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable.
-# `_ERROR`: initial variance of the log step time with the longest drafts, because times measured at
-# start exclude the host's work. Shorter drafts have a smaller variance. `_OWN_ERROR`: additional
-# variance for each draft length. `_NOISE`: variance of the logarithm of one measured time.
+# `_ERROR`: initial variance of the log step time with the longest drafts. The variance is large,
+# because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
+# `_OWN_ERROR`: additional variance for each draft length. `_NOISE`: variance of one log time.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEAR = 0.07**2  # extra variance of each draft length in a new size class of rows
+_NEAR = 0.07**2  # variance added to each draft length if a new size class starts from another class
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive outlying step times after which all time estimates are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
@@ -89,9 +89,9 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # log time factor: all lengths, each length
+        self._means = [0.0] * (len(self._lengths) + 1)  # corrections: for all lengths, per length
         most = math.log1p(self._lengths[-1])
-        # a time error of long drafts also changes the estimates of shorter drafts, but less
+        # an error in the time of long drafts also changes the estimates of shorter drafts, but less
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
         for i, share in enumerate(shares):
@@ -131,7 +131,7 @@ class _Times:
             self.correct(index, found, step=step)
             return
         error = min(bound, max(-bound, error))
-        if expected < self._noise:  # `error` is mostly noise of one measured time
+        if expected < self._noise:  # `error` is mostly measurement noise
             noise = self._noise + (error * error - variance) / _NOISE_STEPS
             self._noise = min(_MOST_NOISE, max(_LEAST_NOISE, noise))
         for row, gain in zip(rows, gains, strict=True):
@@ -152,10 +152,10 @@ class _Shares:
     new_trials: int = 0
     tried: int = 0  # number of steps with trials since the last pause in trials
     untried: int = 0  # number of steps since the last trial
-    rest: float = _FIRST_REST  # steps without trials after which old trials weigh a third
+    rest: float = _FIRST_REST  # steps without trials that cut the weight of old trials to a third
     estimate: float | None = None  # mean of the draft model's recent estimates
     latest: float = 0.0  # the draft model's latest estimate
-    error: float = 0.0  # decayed sum of accepted minus estimated drafts
+    error: float = 0.0  # decayed sum of (number of accepted drafts - estimated number)
     bias: float = 0.0  # mean error per trial, over the last `bias_trials` trials
     bias_trials: float = 0.0
 

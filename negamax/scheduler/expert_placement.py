@@ -56,7 +56,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
         to = min(lacking, key=lambda rank: (len(ranks[rank]) == per_rank, totals[rank], rank))
         if len(ranks[to]) == per_rank:
             # All ranks with free slots already have this expert. A full rank gets the expert
-            # instead, and one of this rank's other experts moves to a rank with a free slot.
+            # instead. Another expert of the full rank moves to a rank with a free slot.
             roomy = next(rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank)
             given = min(
                 ranks[to] - ranks[roomy],

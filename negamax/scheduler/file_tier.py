@@ -32,7 +32,7 @@ class _FileRead:
     sequences: list[Sequence]  # sequences that wait for this read
     hashes: list[bytes]
     places: list[int]  # indices of the host blocks to fill, one for each hash
-    held_places: list[int]  # host blocks that need no read but must stay for the sequences
+    held_places: list[int]  # host blocks that are not read, but stay allocated for the sequences
     step_id: int = -1  # id of the plan that contains the read; -1: not planned yet
 
 
@@ -41,7 +41,7 @@ class _FileWrite:
     block_hash: bytes
     place: int  # index of the host block to write to a file
     step_id: int = -1  # id of the plan that contains the write; -1: not planned yet
-    is_kept: bool = True  # False: the cache was cleared after the write began, so skip indexing
+    is_kept: bool = True  # False: the cache was cleared after the write began; do not index it
 
 
 class FileTier:
@@ -65,7 +65,7 @@ class FileTier:
         self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> `_time` of the last use
-        self._time = 0  # number of block uses so far: the clock of `_index`
+        self._time = 0  # number of block uses so far, which is the time in `_index`
         self._used: list[bytes] = []  # hashes of used blocks, which the next plan reports
         self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
         self._writes: dict[bytes, _FileWrite] = {}

@@ -66,7 +66,7 @@ class PlanBuilder:
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
         images: list[ImageRun] = []
-        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable: chunks of one token come first
+        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable sort: chunks of 1 token first
         for count, samples, sequence in self.chunks:
             if samples:
                 sequence.num_proposed = num_proposed

@@ -43,7 +43,7 @@ from negamax.scheduler.waiting import (
 )
 
 # Over all its steps, a running sequence costs `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of KV
-# cache. The unit of cost is the time of one prompt token.
+# cache. A cost of 1 is the time of one prompt token.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
@@ -86,7 +86,7 @@ class Scheduler:
         self._in_flight: deque[_UncommittedPlan] = deque()
         # id of the request whose admission was last refused, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # id of a request for which preemption cannot make room, and gain count that ends the wait
+        # request id for which preemption cannot free enough blocks, and the gain count to wait for
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # id of the last committed step
@@ -263,7 +263,7 @@ class Scheduler:
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []
-        end = 0  # index after the row's tokens in token_ids
+        end = 0  # index in `token_ids` after the row's last token
         num_generated = 0
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
         for row, (sequence, count, num_drafts, sampled) in enumerate(
@@ -358,7 +358,7 @@ class Scheduler:
         has_drafts, looks_ahead = (self.limits.num_draft_tokens > least for least in (0, 1))
         most_rows = self._turns.most_rows(self._running, builder.budget)
         spare = builder.budget - min(len(self._running), most_rows) if most_drafts else 0
-        # `_grow` may preempt sequences that this loop has not visited, but no visited sequence
+        # `_grow` may preempt only sequences that this loop has not visited yet
         for sequence in self._running:
             if sequence.is_postponed:
                 num_postponed += 1  # a postponed row uses one token of the budget
@@ -585,7 +585,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         sequence.block_ids = []
-        sequence.index_at = NEVER  # no more indexing: rows in flight may still write these blocks
+        sequence.index_at = NEVER  # do not index these blocks, which rows in flight may still write
 
     def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()

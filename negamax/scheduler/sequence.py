@@ -67,7 +67,7 @@ class Sequence:
         self.num_indexed = 0  # number of leading blocks that were offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
-        self.known_at = 0  # first turn (`Turns`) in which the last sampled token may run
+        self.known_at = 0  # first turn (`Turns`) to which the last sampled token is available
         self.num_proposed = 0  # number of draft tokens that follow the last sampled token
         self.drafts = (0, 0, 0)  # counts of rows with drafts, of drafts and of accepted drafts
         self.was_admitted = False
@@ -76,7 +76,7 @@ class Sequence:
         self.may_load = True  # whether host memory is searched before the next admission
         self.may_read = True  # whether files are searched before the next admission
         self.retry_gain = 0  # value of pool.gain_count at which admission is tried again
-        self.prompt_logprobs: list[TokenLogprobs] | None = None  # None: not requested, or sent
+        self.prompt_logprobs: list[TokenLogprobs] | None = None  # None: unrequested or already sent
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # whether masks may limit the next token

@@ -38,7 +38,7 @@ class Lease:
     num_cached_tokens: int  # number of prompt tokens that were found cached
     blocks: list[int]  # KV blocks that stay allocated until host memory has all of them
     held: dict[int, int] = field(default_factory=dict)  # index in `hashes` -> allocated host block
-    step_id: int = -1  # id of the plan whose copies must end before a read
+    step_id: int = -1  # id of the plan whose copies must end before the blocks are read
     is_open: bool = False  # whether another engine has received the list of blocks
     expires: float = inf  # end of the lease in monotonic seconds, set by the caller
 

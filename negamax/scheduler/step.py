@@ -63,7 +63,7 @@ class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Moves of experts before a step. All `moves` of a step are simultaneous."""
 
-    version: int  # number of steps with moves so far, including this step
+    version: int  # number of steps so far that moved experts, including this step
     wants_counts: bool = False  # whether the result counts the selections of each expert
     moves: list[ExpertMove] = []  # each rank sends at most one and receives at most one expert
 
@@ -88,7 +88,7 @@ class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stored_places: list[int]  # the host block of each stored KV block
     loaded_places: list[int]  # host blocks to copy to KV blocks
     loaded_blocks: list[int]  # the KV block of each loaded host block
-    is_awaited: bool = False  # whether a worker with a plan without rows waits briefly for copies
+    is_awaited: bool = False  # whether the worker waits briefly for loads if the plan has no rows
     files: FileCopies | None = None
 
 
@@ -102,8 +102,8 @@ class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pages: list[int]  # pages that store the image's embeddings, in order
     grid: tuple[int, int]  # number of rows and of columns of patches
     pixels: bytes  # uint8 [height, width, 3]; b"" after the image's first job.
-    # `parts` of the tower's layers: the first to run, the index after the last, and the total. A
-    # rank encodes at most one image in several parts at a time.
+    # `parts` of the tower's layers: index of the first to run, index after the last, total number.
+    # A rank encodes at most one image in several parts at a time.
     parts: tuple[int, int, int] = (0, 1, 1)
 
     @property
@@ -133,9 +133,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     appended_blocks: list[int]  # KV blocks to append to block tables
     slots: list[int]
     num_scheduled: list[int]  # number of tokens to run, at least 1
-    num_draft_tokens: list[int]  # number of drafts in `num_scheduled`, missing drafts included
-    needs_sampling: list[bool]  # whether the row samples after its last known token and each draft
-    grammar_rows: list[int] = []  # indices of rows that sample after the `GrammarBitmask`
+    num_draft_tokens: list[int]  # number of drafts in `num_scheduled`; the worker may lack some
+    needs_sampling: list[bool]  # whether a row samples after its known tokens and after each draft
+    grammar_rows: list[int] = []  # indices of rows whose samples need the masks of `GrammarBitmask`
     num_proposed: int = 0  # number of drafts to propose for each sampled row
     of_all: StepSize | None = None  # maxima over all data-parallel ranks; None: there is one rank
     experts: ExpertStep | None = None
@@ -231,7 +231,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_draft_tokens: dict[int, int] = {}  # row -> number of drafts, if fewer than planned
     loaded_step: int = -1  # the loads of plans up to this step id are complete.
     # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i. The
-    # list `expected` has one entry more than the proposed drafts; []: no estimate.
+    # list has one entry more than there are proposed drafts, or is empty without an estimate.
     expected: list[float] = []
     files: FileProgress | None = None
 

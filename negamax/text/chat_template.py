@@ -85,7 +85,7 @@ class ChatTemplate:
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
-        # A missing file is no error here. `Tokenizer` refuses a folder without this file.
+        # If `config_file` is missing, `Tokenizer` refuses the folder.
         config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text
@@ -191,7 +191,7 @@ class ChatTemplate:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):
             raise
-        # A template of a checkpoint may contain bugs, which must fail only this request.
+        # If a checkpoint's template has a bug, only the request that renders it fails.
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {_shorten(error)}",

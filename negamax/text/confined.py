@@ -19,7 +19,7 @@ from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
 ANSWER, ERROR = b"a", b"e"  # first byte of each message from a child process: result or error
-IMAGE_DECODER = "image decoder"  # value of `kind` for images
+IMAGE_DECODER = "image decoder"  # `kind` of calls that decode images
 _IMAGE_SECONDS, _IMAGE_BYTES, _MOST_IMAGE_ANSWER = 8.0, 3 << 29, 48 << 20
 _SLOWEST = 20.0  # wall-clock seconds that a call may take per allowed second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)

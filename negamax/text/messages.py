@@ -241,7 +241,7 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates separate the parts of a tool result, so the notes in it need no line breaks.
+        # Templates separate the parts of tool results, so notes in tool results need no line break.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images
@@ -445,7 +445,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # calls at the end may lack results
+        if "tool_calls" in message and i < len(messages):  # a last message's calls may lack results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1

@@ -124,7 +124,7 @@ class Tokenizer:
         backend = self._backend if allow_special else self._plain_backend
         # `encode_batch_fast` is faster than `encode`, because it computes no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
-        _check_count(len(encoding), max_tokens)  # before `ids` builds a long list
+        _check_count(len(encoding), max_tokens)  # raise before `encoding.ids` builds a long list
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:

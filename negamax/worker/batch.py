@@ -61,8 +61,8 @@ class BatchLayout:
     prompt_starts: list[int]  # plan's row -> index in the step of the row's first prompt token
     sample_rows: Column  # [R] plan's row for each sample; a row with k drafts has k + 1 samples
     sample_slots: Column  # [R] slot of each sample
-    sample_offsets: Column  # [R] offset of each sampled token, as in `StepColumns`
-    sample_tokens: Column  # [R] index of the token before each sampled token among the T tokens
+    sample_offsets: Column  # [R] offset of each sampled token, see `StepColumns.token_offsets`
+    sample_tokens: Column  # [R] index, among the T tokens, of the token before each sampled one
 
     @classmethod
     def without_samples(
@@ -126,8 +126,8 @@ def build_batch_layout(
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # For each row of the plan: whether its last token is in a prompt run, and the token's index
-    # among the tokens of all prompt runs or else among all single tokens.
+    # For each row of the plan: (True, index of its last token among the tokens of all prompt runs)
+    # or (False, index of its last token among all single tokens).
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
     left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # prompt tokens left to compute

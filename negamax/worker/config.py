@@ -100,14 +100,14 @@ class WorkerConfig:
     num_replicas: int = 1  # number of engines with these options on the machine
     experts: str = FIXED  # FIXED, COUNTED (selections are counted) or MOVED (experts move)
     draft: DraftModel | None = None
-    speculation: SpeculationConfig | None = None  # with `model` as folder, bundled name or None
+    speculation: SpeculationConfig | None = None  # `model` is a folder, a bundled name or None
     max_logprobs: int = 20  # maximum log-probabilities per token that a request may ask for
     encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
     kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB
     kv_offloading_ratio: float | None = None  # host blocks per KV block of the device
     kv_offloading_path: str | None = None  # folder for files of KV blocks; None: no files
     kv_offloading_path_size: float = 0.0  # maximum size of the files of KV blocks, in GiB
-    kernels: tuple[str, ...] = ()  # choices as OP=PROVIDER, see `KernelTable.select`
+    kernels: tuple[str, ...] = ()  # OP=PROVIDER choices for `KernelTable.select`
     self_check: bool = False
     lane: LaneOptions | None = None  # None if host blocks are not exchanged with other engines
 

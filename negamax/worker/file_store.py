@@ -45,7 +45,7 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 READ_THREADS = 4
-SCAN_SHARE = 16  # scan the folder after writes of 1 / SCAN_SHARE of its maximum size
+SCAN_SHARE = 16  # scan the folder after 1 / SCAN_SHARE of its maximum size has been written
 STALL_SECONDS = 60.0  # files are no longer used if no pending copy ends within this time
 MOST_FOUND = 1 << 18  # maximum number of files of earlier engines that are indexed at start
 ABANDONED_SECONDS = 3600.0  # a temporary file of this age is deleted as abandoned
@@ -56,7 +56,7 @@ _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
 
-Ended = Callable[[], object] | None  # waits for earlier copies of host blocks; None: all have ended
+Ended = Callable[[], object] | None  # waits until copies of host blocks end; None: all have ended
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class FileStore:
         )
         total, most, now = sum(file.num_bytes for file in files), self._most_bytes, time.time()
         if total > most - most // SCAN_SHARE and self._cleans:
-            most -= most // SCAN_SHARE  # reserve for files that are written before the next scan
+            most -= most // SCAN_SHARE  # leave room for files written before the next scan
         kept = []
         for file in files:
             is_part = file.path.name.endswith(_PART)

@@ -43,7 +43,7 @@ class RankHeartbeat:
         while True:
             now = self._row[0] = time.monotonic()
             if self._control is not None:
-                # time in which this process was stopped does not count toward the limit of waits
+                # a wait for another rank does not count the time in which this process was stopped
                 self._control.tick(min(now - last, 2 * BEAT_SECONDS))
                 if self._abort[0]:
                     self._control.abort()

@@ -29,7 +29,7 @@ from negamax.worker.device import Runtime, indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-# longest wait for a load or a file copy while no step can run; short, as requests may arrive
+# longest wait for a load or a file copy if no step can run; short, because requests may arrive
 AWAIT_SECONDS = 0.005
 
 

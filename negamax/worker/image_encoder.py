@@ -59,7 +59,7 @@ class ImageEncoder:
         shape = (num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
         self._pool = torch.zeros(shape, dtype=dtype, device=self._device)
         self._broken: list[_Broken] = []
-        self._partial: PartialImages | None = None  # the image that the last jobs encode in parts
+        self._partial: PartialImages | None = None  # image of which some parts are encoded
 
     @property
     def rows(self) -> Tensor:

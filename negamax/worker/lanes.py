@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # room to spare: a peer has up to `_AHEAD` unanswered reads
+        self._reads.sndhwm = 4 * _AHEAD  # enough: a peer has up to `_AHEAD` unanswered reads
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -171,7 +171,7 @@ def plan_reads(
     engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
-    first = rank * peers // ranks  # this engine's ranks with the same head begin at different peers
+    first = rank * peers // ranks  # ranks that read the same head start at different peers
     order = [(first + each) % peers for each in range(peers)]
     for index, kind in enumerate(kinds):
         own = kind.heads_of(rank, ranks)
@@ -226,7 +226,7 @@ class TcpMover:
                     values = np.frombuffer(frame, np.int64).reshape(shape)
                     blocks[places[piece], :, heads] = values
         except Exception:
-            self.drop(endpoint)  # otherwise later replies would answer the wrong reads
+            self.drop(endpoint)  # otherwise a later read would receive an old reply
             raise
 
     def send(self, endpoint: str, message: wire.ToLane) -> None:
@@ -252,7 +252,7 @@ class TcpMover:
         else:
             lost = "has disconnected" if ready else f"did not answer for {STALL_SECONDS:.0f} s"
             problem = f"the other engine's rank at {endpoint} {lost}"
-        self.drop(endpoint)  # otherwise later replies would answer the wrong reads
+        self.drop(endpoint)  # otherwise a later read would receive an old reply
         raise LaneError(problem)
 
     def drop(self, endpoint: str) -> None:

@@ -39,9 +39,9 @@ class NgramProposer(Proposer):
         if tokens.device.type == "cpu":  # on a GPU, the host must not wait for the lengths
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
-        # [R, width] last tokens of each sequence; a short sequence is followed by unused tokens
+        # [R, width] last tokens of each sequence; if a sequence is shorter, unused tokens follow
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
-        # Extend the matches that end at each position. The last token must not match itself.
+        # `matches`: whether a match ends at a position. The last token must not match itself.
         matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)
         longest = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(min(self._most, width)):

@@ -21,10 +21,10 @@ _TRANSPORTS = {
     "shm": ("tcp,sm,self", ("cma", "xpmem", "knem", "posix", "sysv")),
     "tcp": ("tcp,self", ("tcp",)),
 }
-# In UCX's log, the last row of a table has the largest reads, the method and the lane.
+# UCX logs a table of read sizes. The last row, for the largest reads, has the method and the lane.
 _LANE = re.compile(r"memory read by ucp_get.*?\.\.inf +\|[^|]*\| +([^|]*?) *\|", re.DOTALL)
 _ERROR = re.compile(r"(?:UCX +ERROR |^(?:\w+\.)*\w*Error: )(.*)", re.MULTILINE)
-_SECONDS = 30.0  # time limit of the read
+_SECONDS = 30.0  # time limit of the test read
 
 
 def check_nixl(transport: str | None) -> None:

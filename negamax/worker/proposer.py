@@ -54,8 +54,8 @@ class Proposer:
     has_gaps: bool = False  # whether a proposal may have fewer tokens than requested
     acceptance: SyntheticAcceptance | None = None  # None: the target verifies drafts.
     # `confidences[i, j]` fp32: estimated probability that draft j of row i is accepted if drafts 0
-    # to j - 1 are accepted. If a row has fewer drafts, the next entry estimates the draft
-    # that would follow. `confidences` is None if the proposer estimates nothing.
+    # to j - 1 are accepted. If a row has only k drafts, entry k estimates the draft that
+    # would follow. `confidences` is None if the proposer estimates nothing.
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -134,5 +134,5 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         proposer = BlockProposer(config, config.draft, kernels=kernels)
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
-        proposer.has_gaps = False  # synthetic acceptance counts missing drafts too
+        proposer.has_gaps = False  # synthetic acceptance also counts missing drafts
     return proposer

@@ -99,7 +99,7 @@ def main(endpoint: str, rank: int) -> int:
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
-            with large_imports():  # connect first, because this import takes seconds
+            with large_imports():  # import after the connection, because the import takes seconds
                 from negamax.worker.worker import Worker
 
             worker = Worker(config)

@@ -206,7 +206,7 @@ class RequestState:
             self.fail(slot, error)
             self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
-            # failed rows too, because ranks exchange candidates of all rows with temperature > 0
+            # ranks exchange candidates of all rows with temperature > 0, and also of failed rows
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:

@@ -63,7 +63,7 @@ class _Result:
     name: str
     value: Tensor
     ops: tuple[AnyOp, ...]
-    # [T, experts] fp32, scores of a router, whose `value` contains expert ids. None: not a router
+    # [T, experts] fp32, router scores, if `value` contains expert ids; None for other operations
     scores: Tensor | None = None
 
 

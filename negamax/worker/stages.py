@@ -87,8 +87,8 @@ class Stage:
             return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
-        # `last`: number of expected steps that the last stage has finished, which are all except
-        # the latest `num_stages`, because each launch advances every step by one stage.
+        # `last`: number of expected steps that the last stage has finished. Each launch advances
+        # every step by one stage, so these are all steps except the latest `num_stages`.
         last = len(self._expected) - self._num_stages
         for number, step in enumerate(self._expected):
             step.reassigned |= assigned

@@ -59,7 +59,7 @@ def capture_shapes(
             if most
             for size in capture_sizes(DRAFTS, most)
         ],
-        # largest size of at least 2 tokens, because a step of one token is a decode
+        # the largest size is at least 2 tokens, because a step of one token is a decode
         TOKENS: [
             StepShape(size, max_num_seqs, size, is_sampled=False)
             for size in capture_sizes(TOKENS, max(2, max_tokens))

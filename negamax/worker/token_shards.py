@@ -31,7 +31,7 @@ class AllTokens:
     layout: BatchLayout
     requests: RequestState
     most_tokens: int | None = None  # largest number of tokens of any data-parallel rank
-    is_share: bool = False  # whether other data-parallel ranks shard this step
+    is_share: bool = False  # whether some data-parallel ranks shard their tokens of this step
 
     @property
     def columns(self) -> StepColumns:
@@ -141,7 +141,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
     edges = starts[:, None] + counts[:, None] * np.arange(pieces + 1) // pieces
-    # piece 0 of each sequence goes to the next rank, so that single tokens are spread over ranks
+    # piece 0 of sequence i goes to rank i % ranks, so that single tokens are spread over ranks
     owner = np.minimum(np.arange(pieces), pieces - 1 - np.arange(pieces))
     owner = (owner + np.arange(len(counts))[:, None]) % ranks
     sequence, piece = np.nonzero((owner == rank) & (edges[:, 1:] > edges[:, :-1]))

@@ -53,4 +53,4 @@ def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[Non
     ):
         yield
     context.world_min(0)  # wait until the kernels of every rank are in Triton's cache
-    torch.cuda.empty_cache()  # later code measures free memory
+    torch.cuda.empty_cache()  # release cached memory before later code measures free memory

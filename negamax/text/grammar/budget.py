@@ -14,7 +14,7 @@ RISKY_CHOICES = 64 << 10  # bytes of all strings in a choice grammar
 RISKY_LEVELS = 1000  # levels of nested rules
 RISKY_LITERAL = 16 << 10  # characters of a literal
 RISKY_FORMATS = 200  # formats in a client's structural tag
-MAX_REFUSALS = 8  # from this number of refused schemas on, refusals refund no costs
+MAX_REFUSALS = 8  # number of the first refused schema whose cost is not refunded
 
 
 class Budget:

@@ -24,13 +24,13 @@ class _Kind(IntEnum):
     """Expression kinds in a serialized grammar. Comments list the integers that follow a kind."""
 
     STRING = 0  # bytes of the text
-    CHARACTERS = 1  # 1 if negated, else 0; then first and last character of each range
-    ANY_CHARACTERS = 2  # any number of characters of a class; integers as after CHARACTERS
+    CHARACTERS = 1  # 1 if the class is negated, else 0; first and last character of each range
+    ANY_CHARACTERS = 2  # the integers of CHARACTERS; the class repeats any number of times
     EMPTY = 3
     RULE = 4  # index of the rule to which the expression refers
     SEQUENCE = 5  # indices of consecutive expressions
     CHOICES = 6  # indices of alternative expressions
-    TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
+    TAG_DISPATCH = 7  # each tag's text and rule; 1 if more tags may follow, else 0; excluded texts
     REPEAT = 8  # index of a rule; minimum and maximum number of repeats
     TOKEN = 9  # ids of the allowed tokens.
     # `TOKEN_TAG_DISPATCH`: number of tags, then TAG_DISPATCH's fields with tokens instead of texts

@@ -52,7 +52,7 @@ NOT_ENFORCED = (
 MAX_LEVELS = 100  # maximum levels of nested references and alternatives
 MAX_DIGITS = 40  # maximum digits of a bound of numbers
 MAX_PATTERNS = 4  # maximum number of patterns for member names of one object
-MAX_EXCLUDED = 400  # maximum characters of names that an automaton excludes
+MAX_EXCLUDED = 400  # maximum total length of the member names that an automaton excludes
 _MAX_COMPARED_LEVELS = 3  # maximum nesting levels of compared alternatives
 
 
@@ -287,8 +287,8 @@ class Schemas:
         found = self.languages.all_of([part for part in parts if part is not None])
         run = self.languages.repeat(self.languages.any_char, least, most)
         limited = self.languages.all_of([found, self.languages.whole(run)])
-        # If pattern and length limits together have too many states, a schema that is not strict
-        # ignores the length limits.
+        # If an automaton of the pattern and the length limits has too many states, a schema that
+        # is not strict ignores the length limits.
         for language in (limited, found) if any(parts) else ():
             is_possible = self._is_possible(language)
             if is_possible is not None:

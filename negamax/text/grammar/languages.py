@@ -18,8 +18,8 @@ MAX_STEPS = 30_000  # maximum transitions of an automaton; a character range is 
 class Language(NamedTuple):
     """A set of texts."""
 
-    ended: int  # expression that matches each text of the set followed by the marker `END`
-    plain: int | None = None  # expression of the set without markers and complements
+    ended: int  # expression that matches the texts of the set, each followed by the marker `END`
+    plain: int | None = None  # expression that matches the texts, without markers and complements
 
 
 class State(NamedTuple):
@@ -55,7 +55,7 @@ class Languages:
     def join(self, parts: Sequence[int]) -> int:
         flat: list[int] = []
         for part in parts:
-            while self.nodes[part][0] == "join":  # nested joins are in the second operand
+            while self.nodes[part][0] == "join":  # only the second operand can be a join
                 flat.append(_int(self.nodes[part][1]))
                 part = _int(self.nodes[part][2])
             flat.append(part)

@@ -37,7 +37,7 @@ class ReasoningGate:
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _GateState.OPEN if reasoning.state == "open" else _GateState.UNDECIDED
         self._num_tokens = 0  # number of tokens of reasoning so far.
-        # `_text` is all output in state UNDECIDED, and in state OPEN the possible start of a tag.
+        # `_text`: in state UNDECIDED all output so far, in state OPEN the possible start of a tag.
         self._text = b""
         self._due: deque[int] = deque()
         self._spend()

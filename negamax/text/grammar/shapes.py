@@ -52,7 +52,7 @@ class ObjectShape:
 
     listed: dict[str, Nodes]  # member name -> schemas of the member's value
     required: frozenset[str]
-    # (language of names, schemas of values) of unlisted members; language None allows any name
+    # for unlisted members: (set of allowed names, schemas of the value); None allows any name
     others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None

@@ -44,8 +44,8 @@ class CallStyle(ABC):
 
     name: str
     end_of_text: str  # text that ends a raw string.
-    # `free_key`: pattern of argument names that no schema lists, which consists of the first
-    # character's class, the later characters' class, and the largest number of later characters
+    # `free_key`: for argument names that no schema lists, class of the first character, class of
+    # later characters, and maximum number of later characters
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
     argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of the name
@@ -195,8 +195,8 @@ class CallStyle(ABC):
         least, most = shape.least, shape.most
         if not least:
             return self.raw(most=most)
-        # The required characters must not begin a closing tag, so the patterns exclude the first
-        # two characters of the tag in sequence.
+        # The required characters must not begin a closing tag, so no pattern matches the first two
+        # characters of the tag in sequence.
         first, second = (f"\\u{ord(char):04x}" for char in self.end_of_text[:2])
         room = None if most is None else most - least
         ways = [sequence([{"type": "regex", "pattern": f"[^{first}]"}, self.raw(most=room)])]

@@ -69,7 +69,7 @@ class _Element:
     num_children: int = 0
     values: list[WaitingMember] = field(default_factory=list)  # members to write after all children
     is_written: bool = False  # whether the opening bracket is written
-    may_be_over: bool = False  # whether a wrongly named closing tag followed the last child
+    may_be_over: bool = False  # whether a closing tag with a wrong name followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
     is_marked: bool = False  # whether the text begins with the call's tag marker
     mark: int = 0  # index of this element's opening bracket in the written arguments

@@ -42,7 +42,7 @@ from negamax.text.stop_strings import StopMatcher, StoppableText
 # Tags that confirm that the preceding call opener begins a block.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
-# Tags that confirm that the preceding think closer of another family ends the reasoning.
+# Another family's closing think tag ends the reasoning if one of these tags follows.
 _STRUCTURE = frozenset({TagKind.BLOCK_OPEN, TagKind.INVOKE_OPEN})
 # Tags that are text in code blocks of Markdown.
 _QUOTED_IN_CODE = _STRUCTURE | {TagKind.LOOSE_BLOCK_OPEN, TagKind.LOOSE_THINK_CLOSE}
@@ -133,7 +133,7 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # another family's closing think tag; later text shows if reasoning ends.
+        self._closer = ""  # pending think closer of another family, which may end the reasoning
         # `_opener`: held call opener and its white space; the next tag decides if a block begins.
         self._opener: list[str] = []
         self._opener_is_loose = False

@@ -36,7 +36,7 @@ class Packets:
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars
-        # the last text event, which has the type of the held text
+        # the latest text event; `_held` and `_ready` are text of the same type
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next fragment
         self._held = ""  # text held back until it is a whole fragment

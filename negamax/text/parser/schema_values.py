@@ -23,7 +23,7 @@ TEXT_TYPES = frozenset({"string", "null"})
 
 CONTAINERS = frozenset({"object", "array"})
 _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
-# Limit of the total length of names that match _ODD. Tags of unlisted names end at the first ">".
+# Names matching _ODD are listed up to this total length. Tags of other names end at the first ">".
 _MAX_ODD_CHARS = 20_000
 _MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits.
 # `_MAX_NESTING`: levels of JSON that chat templates can render. Python 3.11 reads about 1,000

@@ -60,7 +60,7 @@ class TagPattern:
 
     kind: TagKind
     prefix: str  # literal text at the start of the tag
-    rest: str  # regular expression of the later text; has no groups and ends in `>`
+    rest: str  # regular expression without groups that matches the rest of the tag and ends in `>`
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class TagLexer:
                 continue
             self._scan("".join(texts), lexemes)
             texts = []
-            rest = self._release(lexemes)  # a tag in text cannot contain a tag token
+            rest = self._release(lexemes)  # no tag spelled in text continues after a tag token
             if rest:
                 lexemes.append(Lexeme(TEXT, rest))
             lexemes.append(Lexeme(kind_of_token[piece.token_id], piece.text))

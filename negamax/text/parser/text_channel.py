@@ -79,7 +79,7 @@ class TextChannel:
         self._space: list[str] = []
         self._last_char = ""
         self.has_begun = False
-        self.code = MarkdownCode()  # state of the written text; updated only if `holds_space`
+        self.code = MarkdownCode()  # Markdown state of the written text, if `holds_space`
 
     def write(self, text: str) -> None:
         if self._holds_space:
