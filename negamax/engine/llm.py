@@ -388,8 +388,8 @@ class LLM:
 
 
 def _drop_positions(outputs: Generator[tuple[int, RequestOutput]]) -> Iterator[RequestOutput]:
-    """Yield the outputs. In Python 3.12, closing a generator expression would not close `outputs`
-    before the expression is deleted.
+    """Yield the outputs. In Python 3.12, closing a generator expression would leave `outputs` open
+    until the expression is deleted.
     """
     with closing(outputs):
         for _, output in outputs:

@@ -18,7 +18,7 @@ SHAPE, HASH = "serving_shape", "hash"  # JSON keys of a serving shape and of its
 def make_shape(
     options: EngineOptions, of_ranks: dict[str, Any], *, model: str, revision: str | None
 ) -> dict[str, Any]:
-    """Make a serving shape of the options and the first rank's description (`worker.shape`)."""
+    """Make a serving shape from the options and from `of_ranks`, the result of `worker.shape`."""
     parallel, drafts = options.parallel, options.speculation
     sizes = {
         "tensor": parallel.tensor_parallel_size,

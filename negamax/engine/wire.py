@@ -32,7 +32,7 @@ class EngineAddress:
 
 
 class TransferInfo(msgspec.Struct, frozen=True):
-    """How an engine exchanges the KV blocks of prompts with other engines."""
+    """Settings with which an engine exchanges KV blocks of prompts with other engines."""
 
     engine_id: str  # Random id that the engine draws at its start.
     role: str  # "kv_producer", "kv_consumer" or "kv_both".
@@ -136,7 +136,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Return statistics by rank; those of rank 0 also count requests without a rank."""
+        """Return statistics by rank. Statistics of rank 0 include requests without a rank."""
         return self.ranks or (self,)
 
 
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of engines, without `ranks`; a single engine's stay unchanged."""
+    """Sum the statistics of engines, and drop `ranks`. One engine's statistics stay unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -189,7 +189,7 @@ def drop_gauges(stats: EngineStats) -> EngineStats:
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
-    """Return the engine's id for a choice; ids of different server processes differ."""
+    """Return the engine's id for a choice. Ids of different server processes differ."""
     return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
 
 

@@ -24,8 +24,8 @@ _NOUNS = ("box", "book", "boat", "table", "house", "clock", "train", "garden", "
 def draw(
     rng: random.Random, num_tokens: int, count: int, count_tokens: Callable[[str], int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield `count` pairs of a prompt of about `num_tokens` tokens and its answer. The requested
-    facts are at evenly distributed depths.
+    """Yield `count` pairs: a prompt of about `num_tokens` tokens, and its answer. The depths of the
+    requested facts are evenly distributed.
     """
     sample = "\n".join(_draw_line(rng) for _ in range(_SAMPLE))
     num_lines = max(_NUM_FACTS, (num_tokens - 200) * _SAMPLE // count_tokens(sample))

@@ -56,9 +56,9 @@ class Problem:
     def is_solved_by(self, content: str, calls: Calls) -> bool:
         """Return whether an answer, with its `content` and `calls`, is correct.
 
-        Calls must equal the expected calls in names, order, values and JSON types. The answer must
-        be the last integer of the text in arithmetic suites, and the last number in GSM8K. In
-        retrieval suites, the text must be short and contain the answer.
+        Calls must equal the expected calls in names, order, values and JSON types. In arithmetic
+        suites, the last integer of the text must be the expected answer. In GSM8K, the last number
+        must be the answer. In retrieval suites, the text must be short and contain the answer.
         """
         if self.calls is not None:
             expected = [(each["name"], each["arguments"]) for each in self.calls]
@@ -72,13 +72,13 @@ class Problem:
         return len(content) <= _MAX_ANSWER_CHARS and self.answer in re.findall(r"\w+", content)
 
     def is_formatted(self, content: str) -> bool:
-        """Return whether the number after the first #### of `content` is the answer (GSM8K)."""
+        """For GSM8K, return whether the number after the first #### of `content` is the answer."""
         found = _STRICT.search(content)
         return found is not None and _read_number(found[1]) == Decimal(self.answer)
 
 
 def explain_unknown(name: str) -> str | None:
-    """Return the allowed names if no suite has this name, else None."""
+    """Return a text with the allowed names if no suite is called `name`, else None."""
     if name in SUITES or name == GSM8K or _NEEDLE.fullmatch(name):
         return None
     return f"allowed: {', '.join(SUITES)}, {GSM8K} and needle-8k (or another length)"

@@ -66,9 +66,9 @@ def fp8(
     input_scale: str | None = None,
     fnuz: bool = False,
 ) -> TensorFormat:
-    """Make an E4M3 format. `scale` gives the dimensions of the tensor of scales.
+    """Make an E4M3 format. The tensor of scales has the dimensions `scale`.
 
-    `input_scale` is the name of a scale of the activations. With `fnuz`, the bytes are MI300's
+    `input_scale` is the tensor name of a scale for activations. With `fnuz`, the bytes are MI300's
     e4m3fnuz values, even if the files declare float8_e4m3fn.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
@@ -85,7 +85,7 @@ def fp8(
 
 
 def add_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
-    """Return `stored` with an additional tensor: a scale of activations that kernels ignore."""
+    """Return `stored` with one more tensor, a scale of activations, which kernels do not read."""
     return replace(stored, tensors=(*stored.tensors, *_input_scale(name)))
 
 
@@ -155,7 +155,7 @@ def nvfp4(
 
 
 def use_rounded_activations(stored: TensorFormat) -> TensorFormat:
-    """Return `stored` with activations rounded to the element type of the weights.
+    """Return a format like `stored` that rounds activations to the weights' element type.
 
     Only int8 and E4M3 formats with scales per row or per matrix are changed.
     """

@@ -28,7 +28,7 @@ def reads_packed(stored: TensorFormat) -> bool:
 
 
 def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Return whether weights, scaled per row, and activations, scaled per token, are `element`."""
+    """Return whether weights (one scale per row) and activations (one per token) are `element`."""
     return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 

@@ -1,9 +1,9 @@
 """`TensorFormat` describes the tensors that a checkpoint stores for one matrix [rows, columns].
 
 Along each dimension, one entry of a stored tensor covers a fixed number of rows or columns of the
-matrix. The rows and columns per entry determine shapes, shards of ranks and parts of fused matrices
-in the loader, the layers and the synthetic weights. `kernels.quantize.stored` reads and writes
-entries.
+matrix. From the rows and columns per entry, the loader, the layers and the synthetic weights
+compute shapes, the ranks' shards and the parts of fused matrices. `kernels.quantize.stored` reads
+and writes entries.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Known(Enum):
 
 
 class CodePacking(Enum):
-    """How the tensor of values packs codes into its entries."""
+    """The order in which a tensor of values packs codes into its entries."""
 
     ENTRIES = "one code per entry"
     NIBBLES = "two columns per byte, the low half first"
@@ -94,7 +94,7 @@ class Dim:
         return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
 
     def part(self, region: Region) -> range:
-        """Return the range of entries for `region` of the matrix; `region` starts at an entry."""
+        """Return the entries that cover `region` of the matrix. `region` starts at an entry."""
         if self.axis is Axis.FIXED:
             return range(self.unit)
         part = region[self.axis.value]
@@ -130,7 +130,7 @@ class StoredTensor:
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Describe this tensor in a fused parameter: a number becomes one entry per matrix row."""
+        """Describe this tensor in a fused parameter, where a number becomes one entry per row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class TensorFormat:
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:
-        """Return whether `other` keeps the same tensors, and drops tensors with the same names."""
+        """Return whether both formats keep equal tensors, and drop tensors with equal names."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -201,7 +201,7 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a permutation assigns columns to groups; ranks then need all groups' scales."""
+        """Whether a permutation assigns columns to groups. Then each rank needs all scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
@@ -224,7 +224,7 @@ class TensorFormat:
         return self.packing is CodePacking.WORDS and self.element.startswith("int")
 
     def unit(self, axis: Axis) -> int:
-        """Return how many consecutive rows or columns share entries and must not be split."""
+        """Return the smallest number of rows or columns at whose multiples a split is possible."""
         return math.lcm(*(d.unit for tensor in self.tensors for d in tensor.dims if d.axis is axis))
 
     @property
@@ -237,8 +237,8 @@ class TensorFormat:
     ) -> tuple[TensorFormat, int]:
         """Split a width (rows of one matrix, columns of the next) into `columns` per rank.
 
-        Returns the format of the next matrix, and the unit of the split. A split may divide columns
-        that share a scale; if the kernel `reads` smaller groups, each part gets the scale.
+        Returns the next matrix's format, and the unit of the split. If the kernel `reads` smaller
+        groups, a split may divide columns that share a scale. Each part then gets the scale.
         """
         held = self
         if self.regroup is not None and columns % self._group:

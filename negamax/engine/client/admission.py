@@ -23,8 +23,8 @@ class Admission:
 
     A sequence waits from `enter` until `start`, and is open until `leave`. If no other prompt
     waits, a prompt of any length is admitted. All times are monotonic seconds. If tenants share the
-    queue, a tenant must not use more of the queue than the tenant leaves free. A single tenant can
-    use half of the queue, and two tenants can use a third each.
+    queue, a tenant may use only as much of the queue as remains free. So one tenant alone can use
+    half of the queue, and two tenants can use a third each.
 
     Each server process counts its sequences in one row of `numbers`, and compares the sums of all
     rows with the limits. Requests that reach several processes at the same time can exceed a limit.
@@ -40,7 +40,7 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """Set the limits. `pool_tokens`: size of the KV caches. `index`: row of this process."""
+        """Set the limits. KV caches have `pool_tokens` tokens. This process writes row `index`."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
@@ -79,7 +79,7 @@ class Admission:
         """Check that the queue can take `num_sequences` sequences with `num_tokens` prompt tokens.
 
         Raises `InvalidRequestError` if the limits never allow so many sequences, and
-        `OverloadedError` if the queue is too full. `sharer`: the tenant if tenants share the queue.
+        `OverloadedError` if the queue is too full. If tenants share it, `sharer` is the tenant.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2

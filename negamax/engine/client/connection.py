@@ -1,4 +1,4 @@
-"""Connect a server process to an engine process: start, messages, heartbeats and end.
+"""Start an engine process, exchange messages with it, watch its heartbeats, and end it.
 
 The event loop reads the socket in a callback, so no task delays a message.
 """
@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 
 class EngineChannel:
-    """The two sockets of one server process, for use by the event loop only. One call of `receive`
-    gets all outputs that have arrived together. When the engine has ended, `failed` is called once
-    with the reason.
+    """The two sockets that connect a server process to an engine. Only the event loop uses the
+    sockets. One call of `receive` gets all outputs that have arrived together. When the engine has
+    ended, `failed` is called once with the reason.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class EngineChannel:
         self._context.destroy(linger=0)
 
     def _take_stats(self, stats: wire.EngineStats) -> None:
-        """Store `stats` if no newer statistics are stored; a heartbeat can arrive late."""
+        """Store `stats` unless newer statistics are stored. A heartbeat can arrive late."""
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
@@ -210,7 +210,7 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process and its descendants, at once if `kill` is set."""
+        """End the process and its descendants. With `kill`, kill them at once."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))
         await asyncio.shield(self._closing)
@@ -230,7 +230,7 @@ class EngineConnection:
         self._folder.remove()
 
     async def _until(self, look: Callable[[], T]) -> T:
-        """Call `look` until its result is true. Raises `EngineDeadError` if the engine ends."""
+        """Return the first true result of `look`. Raises `EngineDeadError` if the engine ends."""
         while not (found := look()):
             await asyncio.sleep(_START_POLL_SECONDS)
             code = self._process.exit_code

@@ -124,7 +124,7 @@ class AsyncEngine:
         """Create a client without engines. Find or download the model's tokenizer and template.
 
         The file `chat_template` replaces the checkpoint's template. All server processes share
-        `queue`, in which this process writes row `index`. Raises `ConfigError`.
+        `queue`. This process writes row `index` of each table in `queue`. Raises `ConfigError`.
         """
         source = await asyncio.to_thread(locate, options)
         template = ChatTemplate.from_folder(source.tokenizer_folder, chat_template)
@@ -147,11 +147,11 @@ class AsyncEngine:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of data-parallel ranks of all replicas, which a request may select."""
+        """Return the number of data-parallel ranks of all replicas. A request may select a rank."""
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
-        """Raise `UnavailableError` if every running engine is silent or has a silent rank."""
+        """Raise `UnavailableError` if every running engine, or a rank of it, sends no heartbeat."""
         self.check_alive()
         silences = [replica.silence for replica in self.replicas if replica.alive]
         if None not in silences:
@@ -184,7 +184,7 @@ class AsyncEngine:
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return how many prompt tokens each choice computes. Later choices use cached KV."""
+        """Return how many prompt tokens each choice computes. Later choices use KV of the first."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -211,10 +211,10 @@ class AsyncEngine:
 
         The outputs of the request's `n` choices arrive interleaved. Outputs except a choice's first
         and last have at least `interval` tokens. `data_parallel_rank` is an index in the ranks of
-        all replicas; None allows any rank. `deadline` is in monotonic seconds. Each choice may have
-        a reader in `readers` that finds stop strings; without readers, a stop string anywhere ends
-        the choice. `lease_id`, `remote` and `images` are fields of `GenerateRequest`. Raises
-        `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
+        all replicas; None allows any rank. `deadline` is in monotonic seconds. `readers` may
+        contain a reader per choice, which finds stop strings. Without readers, a stop string
+        anywhere ends a choice. `lease_id`, `remote` and `images` are fields of `GenerateRequest`.
+        Raises `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info, images=images)
@@ -277,7 +277,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort open sequences whose owner `is_meant` accepts, and return their number."""
+        """Abort the open sequences of owners that `is_meant` accepts, and count the sequences."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
@@ -299,7 +299,7 @@ class AsyncEngine:
 
     async def record_trace(self, path: str | None, *, num_steps: int = 0) -> None:
         """Let each rank of each replica record its next steps in a trace file whose name starts
-        with `path`; if `path` is None, write the started trace. Raises `InvalidRequestError`.
+        with `path`. If `path` is None, write the started trace. Raises `InvalidRequestError`.
         """
         self.check_alive()
 

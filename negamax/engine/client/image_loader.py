@@ -74,8 +74,8 @@ class ImageLoader:
     ) -> list[ImageInput]:
         """Return the images in order, without offsets, and with pixels if `needs_pixels` is set.
 
-        Raises `InvalidRequestError` or `PayloadTooLargeError` with the position of the image,
-        `ContextLengthError`, and `UnavailableError` if the decoder process cannot be started.
+        Raises `InvalidRequestError` or `PayloadTooLargeError` with the image's position. Raises
+        `ContextLengthError`. Raises `UnavailableError` if the decoder process cannot be started.
         """
         if len(parts) > MAX_IMAGES:
             raise InvalidRequestError(
@@ -103,9 +103,9 @@ class ImageLoader:
     def expand(
         self, token_ids: Sequence[int], images: Sequence[ImageInput]
     ) -> tuple[list[int], list[ImageInput]]:
-        """Replace the single token of an image by a start marker, all its tokens and an end marker.
+        """Replace each image token by a start marker, all tokens of its image, and an end marker.
 
-        Raises `InvalidRequestError` if the prompt lacks or repeats the image token of an image.
+        Raises `InvalidRequestError` if the prompt does not contain one image token per image.
         """
         vision = self._vision
         count = token_ids.count(vision.image_token_id)

@@ -54,8 +54,8 @@ class Observer(Protocol):
 class OpenRequest:
     """The choices of one prompt. One caller in the event loop must `run` or `close` the request.
 
-    While the request is paused, the updates of a choice are joined to save memory. Consecutive
-    outputs are joined until they have `interval` tokens, except the first and the last output.
+    While the request is paused, the updates of a choice are joined to save memory. Outputs between
+    a choice's first and last output are joined until they have `interval` tokens.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class OpenRequest:
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent to the engine; `Replica.abort` aborts sent choices."""
+        """End the choices that were not sent to the engine. `Replica.abort` ends the others."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
@@ -163,8 +163,8 @@ class OpenRequest:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Pass an update to `run`'s caller, or store it while the request is paused. The request
-        may modify the update later. This method never raises: an error ends this request alone.
+        """Pass an update to `run`'s caller. Store it while the request is paused. The request may
+        modify the update later. This method never raises: an error ends this request alone.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -193,7 +193,7 @@ class OpenRequest:
             self._arrival.set_result(None)
 
     def _hand_kept(self) -> None:
-        """If the request is not paused, deliver the stored updates, then the stored error."""
+        """Unless the request is paused, deliver its stored updates and then its stored error."""
         if self._take is None or self._is_paused:
             return
         updates, self._updates = self._updates, {}
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice to a replica. The choice's first output starts the others."""
+        """Send the first choice to a replica. Its first output starts the other choices."""
         if self._has_started:
             return
         self._has_started = True

@@ -22,10 +22,10 @@ class TextReader(Protocol):
         """Return the stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Read further text. If `may_stop` is False, ignore stop strings that end in `pieces`."""
+        """Read further text. If not `may_stop`, ignore stop strings that end within `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
-        """End the text. `is_truncated` means that a limit or an abort ended the text."""
+        """End the text. If `is_truncated` is set, a limit or an abort has ended the text."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -155,7 +155,7 @@ class ChoiceStream:
     def _push_until_stop(
         self, token_ids: Sequence[int], events: list[ParserEvent] | None
     ) -> tuple[list[TextPiece], int]:
-        """Return text and number of tokens up to a stop string; add parser events to `events`."""
+        """Return the text up to a stop string, and its number of tokens. Add events to `events`."""
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push([token_id])
@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost request."""
+    """Raise `InvalidRequestError` if a request is refused, or `UnavailableError` if it is lost."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

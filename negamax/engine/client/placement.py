@@ -20,10 +20,10 @@ TAG_SHIFT = 16  # A stored hash has 64 - TAG_SHIFT bits, because a float64 store
 
 
 class ReplicaLoad:
-    """The load that all server processes put on one replica. Each server process writes one row."""
+    """One replica's load by requests of all server processes. Each process writes one row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
-        """Read the replica's columns of `numbers`; write these columns only in row `index`."""
+        """Read the replica's columns in all rows of `numbers`. Write them in row `index` only."""
         self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS
@@ -60,10 +60,10 @@ class ReplicaLoad:
             self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def cost(self, own: int, *, num_ranks: int) -> tuple[float, float]:
-        """Return the cost of `own` further prompt tokens on this replica, and a tie breaker.
+        """Return the cost of a prompt with `own` tokens to compute, and a number that breaks ties.
 
         The cost is in prompt tokens, as in `Scheduler.cost_of`. The load is divided by the number
-        of data-parallel ranks. The tie breaker is the number of tokens ever sent to the replica.
+        of data-parallel ranks. Ties are broken by the number of tokens ever sent to the replica.
         """
         rows, pending, context, sent = (
             self._numbers.total(self._start + column) for column in range(NUM_COLUMNS)
@@ -108,9 +108,9 @@ def choose_replica(
     """Choose the candidate with the lowest cost for a prompt of `num_tokens` tokens.
 
     `cached` contains the number of cached prompt tokens by candidate. The cost is the load plus the
-    prompt tokens to compute. A replica with a longer cached prefix wins if the prefix saves more
-    tokens than the replica's extra load. Return the position of the replica in `candidates`, and
-    the number of prompt tokens that the replica probably computes.
+    prompt tokens to compute. A replica with more load wins if its cached prefix saves more tokens
+    than its extra load. Return the position of the replica in `candidates`, and the number of
+    prompt tokens that the replica probably computes.
     """
     own = [num_tokens - count for count in cached]
     costs = [
@@ -121,7 +121,7 @@ def choose_replica(
 
 
 def hash_blocks(token_ids: Sequence[int], *, block_size: int, salt: str) -> list[int]:
-    """Return the hashes of a prompt's full blocks, as in KV events, after dropping the last token.
+    """Return the hashes, as in KV events, of all full blocks of the prompt without its last token.
 
     Prompts without images have the hashes that the prefix cache uses.
     """

@@ -52,7 +52,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """Return the name of an engine process that sends no heartbeats, or None."""
+        """Return what sends no heartbeats ("the engine" or a rank such as "rank 3"), or None."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"
@@ -113,7 +113,7 @@ class Replica:
         ]
 
     async def record(self, make: Callable[[int], wire.Record]) -> wire.ExpertDump | None:
-        """Send the command `make(number)` with a new number, and return the dump in the reply.
+        """Send the command `make(number)` with a new number. Return the dump in the engine's reply.
 
         Raises `InvalidRequestError` with the engine's reason for a refusal.
         """

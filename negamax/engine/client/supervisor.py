@@ -32,7 +32,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineListener(Protocol):
-    """Is informed when engines start and end, and informs the other server processes."""
+    """Receives the starts and ends of engines, and reports them to the other server processes."""
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """An engine is ready for requests."""
@@ -85,8 +85,8 @@ class EngineSupervisor:
         """Start the engine processes, which run `module`, and wait until all engines are ready.
 
         The engines serve `num_servers` processes, including this process with the client `engine`.
-        If the heartbeat `parent` of this process stops, the engines kill this process. If an engine
-        refuses to start, end all engines and raise `ConfigError` with the engine's message.
+        If this process sends no heartbeat (`parent`), the engines kill it. If an engine refuses to
+        start, end all engines and raise `ConfigError` with the engine's message.
         """
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
@@ -244,7 +244,7 @@ def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Ma
 
 
 def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
-    """Return the environment variables that select the GPUs of each replica, {} without GPUs."""
+    """Return for each replica the environment variables that select its GPUs ({} on CPUs)."""
     count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
     devices = [] if options.device == "cpu" or options.script else visible_devices()
     if devices == []:

@@ -74,7 +74,7 @@ class Executor(Protocol):
         return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """End the ranks. `restarts`: whether this process expects a new engine to follow."""
+        """End the ranks. With `restarts`, a new engine is expected to follow."""
 
 
 class InProcessExecutor(Executor):
@@ -114,7 +114,7 @@ class InProcessExecutor(Executor):
 
 
 class RowFailureLog:
-    """Stores the error of each failed row by slot, until the slot gets another sequence."""
+    """Stores each failed row's error under the row's slot, until a new sequence uses the slot."""
 
     def __init__(self) -> None:
         self._slots: deque[list[int]] = deque()  # Slots of each plan that has no result yet.
@@ -128,13 +128,13 @@ class RowFailureLog:
             self._errors.pop(row.slot, None)
 
     def add(self, failures: RowFailures) -> None:
-        """Add the errors that a rank reports, except errors of slots that a new request uses."""
+        """Add the errors that a rank reports. Ignore an error if a new request uses its slot."""
         for slot, error in failures.errors.items():
             if failures.step_id >= self._assigned.get(slot, 0):
                 self._errors.setdefault(slot, error)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Add the errors of failed rows to `result`, which is the result of the oldest plan."""
+        """Return `result`, which belongs to the oldest plan, with the errors of its failed rows."""
         slots = self._slots.popleft()
         if not self._errors:
             return result
@@ -177,7 +177,7 @@ class RankHost(Protocol):
 
     @property
     def alarms(self) -> Sequence[IO[bytes]]:
-        """Return files; poll() reports `POLLERR` on a file when a rank may have ended."""
+        """Return files to poll. A file reports `POLLERR` when a rank may have ended."""
         ...
 
     def death(self) -> str | None:
@@ -244,7 +244,7 @@ class LocalRanks(RankHost):
 
 
 class MultiProcessExecutor:
-    """Runs plans in rank processes. Among ranks that run the same plans, one rank sends results."""
+    """Runs plans in rank processes. One of the ranks that run the same plans sends results."""
 
     def __init__(
         self,
@@ -412,7 +412,7 @@ class MultiProcessExecutor:
         return [readies[rank] for rank in range(len(self._sockets))]
 
     def _send_pixels(self, plan: StepPlan, dp_rank: int) -> None:
-        """Send a plan, whose pixels only the encoding ranks get. Raises `EngineDeadError`."""
+        """Send a plan. Only ranks that encode an image get its pixels. Raises `EngineDeadError`."""
         frames: dict[int, bytes] = {}
         bare = [msgspec.structs.replace(job, pixels=b"") for job in plan.encodes]
         for encoder in {-1, *(job.rank for job in plan.encodes)}:
@@ -472,7 +472,7 @@ class MultiProcessExecutor:
 
 
 def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
-    """Return the time of each captured step on its slowest rank."""
+    """Return each captured step size with its time on the slowest rank."""
     found: dict[tuple[int, int], float] = {}
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))

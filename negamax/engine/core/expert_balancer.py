@@ -34,7 +34,7 @@ class ExpertBalancer:
         num_experts: int,
         config: EplbConfig | None,
     ) -> None:
-        """Count selections of experts; `config` says when to move experts (None: never)."""
+        """Count selections of experts. `config` sets when experts move; None means never."""
         self._config, self._num_ranks = config, layout.ep
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
@@ -115,7 +115,7 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """Return the next moves of the layer `_due[0]`; compute the layer's placement if needed."""
+        """Return the next moves of layer `_due[0]`. First compute its new placement if needed."""
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:
@@ -154,7 +154,7 @@ class ExpertBalancer:
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """Divide the mean load of the ranks by the largest load, both summed over layers."""
+        """Return sum(mean load of ranks) / sum(load of the busiest rank), with sums over layers."""
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())
         return float(of_ranks.mean(axis=1).sum()) / busiest if busiest else 1.0

@@ -1,5 +1,5 @@
-"""Place experts at start as `--init-expert-location` says. The option has SGLang's name and JSON
-fields, and also accepts the file of an expert recording of this server.
+"""Place experts at start by the value of `--init-expert-location`. The option has SGLang's name and
+JSON fields, and also accepts the file of an expert recording of this server.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list p
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """The used fields of the JSON value of --init-expert-location; unknown fields are ignored."""
+    """Fields of the JSON value of --init-expert-location. All other fields are ignored."""
 
     logical_count: _Table | None = None  # Number of selections by layer and expert.
     physical_to_logical_map: _Table | None = None  # Expert index by layer and slot.

@@ -151,7 +151,7 @@ class CacheMirror:
 
 
 def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockStored:
-    """Return the event for the blocks `hashes`, the first of which has index `place` in `run`."""
+    """Return the event for the blocks `hashes`, which begin at index `place` of `run`."""
     tokens, size = run.tokens, run.block_size
     if len(hashes) < len(run.hashes):
         all_tokens = msgspec.msgpack.decode(tokens, type=list[int])

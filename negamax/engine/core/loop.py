@@ -1,4 +1,4 @@
-"""Run the step loop. While step N runs, commit step N - P (P is the number of pipeline stages)."""
+"""Run the step loop. With P pipeline stages, commit step N - P while step N runs."""
 
 import dataclasses
 import time
@@ -214,7 +214,7 @@ class EngineLoop:
                 publisher.publish(changes)
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Return statistics by rank. Requests without a rank count for the first rank."""
+        """Return statistics by rank. Rank 0's numbers include requests without a rank."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += len(self._grammars.opening_ids())
@@ -448,5 +448,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Return `end` with `is_refusal` and `is_lost` as the request's grammar `rule` states."""
+    """Return `end` with the values of `is_refusal` and `is_lost` that follow from `rule`."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

@@ -218,7 +218,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """In a thread, send heartbeats and report a dead rank that the loop did not report."""
+        """In a thread, send heartbeats. Report a dead rank if the loop does not report it."""
         stop = threading.Event()
 
         def beat() -> None:

@@ -73,7 +73,7 @@ def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop,
 def _start_loop(
     options: EngineOptions, started: ExitStack, replica: int
 ) -> tuple[EngineLoop, ModelInfo]:
-    """Start the engine loop. `started` collects callbacks that end processes on an error."""
+    """Start the engine loop. On an error, the callbacks in `started` end processes."""
     launcher = None  # None without Ray; starts the agents of other nodes.
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
@@ -275,8 +275,8 @@ def _make_worker_config(
 
 
 def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Spec:
-    """Choose the FP8 block format for MXFP8 weights if the GPU multiplies FP8 blocks (Hopper) and
-    `--quantization` sets no format.
+    """Choose FP8 blocks for MXFP8 weights if the GPU multiplies FP8 blocks (Hopper). If
+    `--quantization` sets a format, do not change the format.
     """
     if device == "cpu" or spec.quantization is None or check_name(options.quantization):
         return spec
@@ -312,7 +312,7 @@ def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> S
 
 
 def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | None:
-    """Return the reason why the model has no vision tower; None if it has one."""
+    """Return why the model runs without a vision tower, or None if it runs with one."""
     folder = source.weights_folder
     if options.encoder_cache_tokens < ROWS_PER_PAGE:
         return f"--encoder-cache-tokens is {options.encoder_cache_tokens}"
@@ -330,9 +330,9 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. A draft without an embedding or a head
-    uses that of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if the draft
-    cannot use the target's embedding or head.
+    """Record whether `draft` has its own embedding and head. If the draft lacks an embedding or a
+    head, it uses the embedding or the head of the target in `folder`. Raises `CheckpointError`, or
+    `ConfigError` if the draft cannot use the target's embedding or head.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -488,7 +488,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU or `MEASURED` (no known GPU). Plans need only ratios of times."""
+    """Return this machine's GPU, or `MEASURED` if it is unknown. Plans need only time ratios."""
     if device == "cpu":
         return MEASURED
     try:
@@ -502,7 +502,7 @@ def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """Create the expert balancer; None if options neither record expert loads nor move experts."""
+    """Create the expert balancer. Return None if options neither record loads nor move experts."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None
@@ -559,7 +559,7 @@ def _describe_model(
 
 
 def choose_num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
-    """Return the number of CPU threads per rank; all engines of the machine share its cores."""
+    """Return the number of CPU threads per rank. All engines share the machine's cores."""
     return options.num_threads or default_num_threads(layout.ranks_per_node * options.num_replicas)
 
 
@@ -576,7 +576,7 @@ def default_num_threads(num_ranks: int) -> int:
 
 
 def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
-    """Limit the context length to `pool_tokens` + 1: a sequence's last token needs no KV."""
+    """Limit the context length to `pool_tokens` + 1. A sequence's last token needs no KV."""
     if max_model_len > pool_tokens + 1:
         logger.warning(
             "the KV cache holds %d tokens, so the context length is %d instead of %d",

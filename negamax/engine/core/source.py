@@ -48,7 +48,7 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. If `options.model` is a draft, serve
+    """Find or download a model, and read its configuration. If `options.model` is a draft, locate
     the target that the draft's config.json names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
@@ -213,7 +213,7 @@ def _is_beside(options: EngineOptions) -> bool:
 
 
 def _find_beside(source: ModelSource) -> str:
-    """Return the folder of the DSpark draft in the target's own folder. Raises `ConfigError`."""
+    """Return the folder of a DSpark draft that is in the target's folder. Raises `ConfigError`."""
     folder = source.tokenizer_folder
     if (folder / DRAFT_FOLDER / "config.json").is_file():
         return str(folder / DRAFT_FOLDER)

@@ -56,8 +56,8 @@ class TransferSockets:
     def __init__(
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
     ) -> None:
-        """Open the sockets. `imports` are the endpoints of this engine's ranks, and `folder`
-        contains the sockets of the ranks until `close`. Raises `ConfigError` if NEGAMAX_NODE_KEY is
+        """Open the sockets. `imports` lists the endpoints of this engine's ranks. `folder` contains
+        the ranks' sockets until `close` is called. Raises `ConfigError` if NEGAMAX_NODE_KEY is
         needed but not set, and `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)

@@ -3,8 +3,8 @@
 A lease lets another engine read KV blocks of this engine. A pull reads KV blocks of another engine
 in four phases. First, the prefilling engine confirms the lease. Second, this engine allocates host
 blocks for the prompt. Third, the ranks of this engine copy the prompt's blocks into host blocks.
-Fourth, the prefilling engine confirms that it kept its blocks until the copy ended, so the copies
-are valid. If a phase fails, this engine computes the prompt or fails the request.
+Fourth, the prefilling engine confirms that its blocks were not reused before the copy ended. Then
+the copies are valid. If a phase fails, this engine computes the prompt or fails the request.
 
 Even after an abort, host blocks of a pull stay allocated until every rank has ended its copy. This
 module is deterministic: callers pass the time and messages as arguments.
@@ -131,7 +131,7 @@ class Transfers:
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Begin a request: append it to `ready` or `failed`, at once or after its pull."""
+        """Append a new request to `ready` or `failed`, at once or when its pull has ended."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id
@@ -230,7 +230,7 @@ class Transfers:
                 self._finish(pull, problem)
 
     def advance(self, *, now: float) -> None:
-        """Answer waiting engines, begin copies, renew leases, end expired leases and pulls."""
+        """Answer waiting engines, begin copies, renew leases, and end expired leases and pulls."""
         for lease in list(self.shared.leases.values()):
             if lease.expires == inf:
                 lease.expires = now + self.config.lease_seconds
@@ -338,7 +338,7 @@ class Transfers:
             self._finish(pull, "" if message.was_held else "the lease ended during the copy")
 
     def _allocate(self, *, now: float) -> None:
-        """Begin the copies of waiting pulls in order, while host memory has room for the next."""
+        """Begin the copies of waiting pulls in order, until host memory has no room for a pull."""
         for pull in [one for one in self._pulls.values() if one.phase is Phase.ALLOCATING]:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)
@@ -388,7 +388,7 @@ class Transfers:
             del self._arrived[next(iter(self._arrived))]
 
     def _complete(self, pull: _Pull, request: GenerateRequest) -> None:
-        """Append a request to `ready`; it will use the blocks of a complete pull."""
+        """Append a request, which will use the blocks of the complete `pull`, to `ready`."""
         assert pull.opened is not None
         self.counts.num_remote_prefills += 1
         self._held[request.request_id] = self.shared.hold(pull.hashes)

@@ -52,8 +52,8 @@ class GrammarHost:
 class GrammarClient:
     """One grammar process. Only the engine loop's thread may use an instance.
 
-    A worker process compiles one risky grammar, `spec`. If `spec` is None, the process compiles all
-    grammars that are not risky. If `is_spent` is set, the process ends after its last output.
+    A worker process compiles only the risky grammar `spec`. If `spec` is None, the process compiles
+    all grammars that are not risky. If `is_spent` is set, the process ends after its last output.
     """
 
     def __init__(self, host: GrammarHost, *, spec: wire.GrammarSpec | None = None) -> None:
@@ -106,7 +106,7 @@ class GrammarClient:
         return supervision.is_stopped(self.pid or self._host.process.pid)
 
     def is_silent(self, since: float) -> bool:
-        """Return whether the process, busy since `since`, has sent nothing for too long."""
+        """Return whether the process, which is busy since `since`, has been silent for too long."""
         now = time.monotonic()
         seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self.is_ready else START_SECONDS):

@@ -80,13 +80,13 @@ class RequestGrammar:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether the mask of the next token needs an answer that has not arrived."""
+        """Return whether the next token's mask depends on an answer that has not arrived."""
         if self.num_asked == 0 or self.problem is not None or self.has_ended:
             return False
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Return whether the output, in state `gate`, is reasoning; no grammar applies to it."""
+        """Return whether the output is reasoning in state `gate`. Grammars skip reasoning."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -177,7 +177,7 @@ class GrammarManager:
             self._host = None
 
     def open(self, request: GenerateRequest) -> None:
-        """Prepare the constraints of `request`; `opened` returns them when they are ready."""
+        """Prepare the constraints of `request`. When they are ready, `opened` returns them."""
         rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
@@ -267,7 +267,7 @@ class GrammarManager:
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
         """Return the bitmask for `rows` of a launched step, and the constraints of requests that
         must end. A request ends after an error or the end of its grammar. Rows whose mask is late
-        are postponed. `may_wait` extends the wait for masks.
+        are postponed. With `may_wait`, the wait for masks is longer.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -320,7 +320,7 @@ class GrammarManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
-        """Return the available masks for a row's samples; a mask of None allows all tokens."""
+        """Return the available masks for a row's samples. The mask None allows all tokens."""
         gate = None if rule.gate is None else rule.gate.fork()
         # While answers are missing, `rule.masks` belong to earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
@@ -425,7 +425,7 @@ class GrammarManager:
                 self._fail_start(rule, error)
 
     def _end_waits(self) -> None:
-        """Fail requests that wait too long for a worker; long outputs can occupy all workers."""
+        """Fail requests that wait too long for a worker. Long outputs can occupy all workers."""
         since = time.monotonic() - WAIT_SECONDS
         for rule in [rule for rule in self._risky if rule.asked < since]:
             self._risky.remove(rule)

@@ -10,7 +10,7 @@ Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], read-only; bit i of byte j a
 
 
 class MaskMaker:
-    """Builds masks from token ids instead of a grammar, and caches these masks."""
+    """Builds and caches masks that allow one token, or all tokens except given tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         # The cache of masks is small, because each request can have different stop tokens.

@@ -87,7 +87,7 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output with a grammar. A turn computes one mask; turns of an output do not overlap."""
+    """One output with a grammar. A turn computes one mask. Turns of one output do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
@@ -102,7 +102,7 @@ class _FollowedOutput:
 
 
 class GrammarServer:
-    """Serves one engine. Threads other than the serving thread compute masks."""
+    """Serves one engine in one thread. Other threads compute masks."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class GrammarServer:
             self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
-        """Refuse the grammars of outputs whose mask takes too long; their threads keep running."""
+        """Refuse a grammar if its mask takes too long. The mask's thread keeps running."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started

@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host process to fork. The message passes a descriptor: the new process's stdin."""
+    """Asks the host process to fork. The message carries the descriptor of the fork's stdin."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -59,7 +59,7 @@ class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The process refuses the grammar of output `key`, even if this output has begun."""
+    """The process refuses the grammar of output `key`. The output may already have begun."""
 
     key: int
     message: str

@@ -52,7 +52,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share` describes this machine. `waits_again`: keep running when the ranks end."""
+        """`share` describes this machine. With `waits_again`, keep running when the ranks end."""
         self._health = health
         self._options = options
         self._facts = facts

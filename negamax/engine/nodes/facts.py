@@ -1,4 +1,4 @@
-"""Collect facts that must be equal on all nodes; node 0 compares them before ranks load weights."""
+"""Collect facts that must be equal on all nodes. Node 0 compares them before ranks load weights."""
 
 import hashlib
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def digest_model(source: ModelSource, caches: tuple[object, ...]) -> str:
 
 
 def find_differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
-    """Describe each fact that differs between node 0 (`own`) and the node `name` (`others`)."""
+    """Describe each difference between facts of node 0 (`own`) and of node `name` (`others`)."""
     for fact in dict.fromkeys([*own, *others]):
         here, there = own.get(fact, "unknown"), others.get(fact, "unknown")
         if here != there:

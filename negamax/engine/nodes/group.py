@@ -207,7 +207,7 @@ class NodeGroup:
         self._limits.append(ConnectionLimit(socket, num_peers=self._num_peers))
 
     def abort(self) -> None:
-        """Do nothing: each agent aborts the kernels of its own ranks."""
+        """Do nothing, because each agent aborts the kernels of its own ranks."""
 
     def expect_end(self) -> None:
         self._is_ending = True

@@ -33,7 +33,7 @@ class NodeHealth:
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """Answer readiness probes; `missing` returns why the node is not ready, or "" if it is."""
+        """Answer readiness probes. `missing` returns why the node is not ready, or "" if it is."""
         self._missing = missing
 
     def turn(self) -> None:

@@ -60,7 +60,7 @@ def check_key(options: NodeOptions) -> None:
 
 
 def find_place_of_node_0(options: NodeOptions) -> Place:
-    """Find the interface that has the address --master-addr. Raises `ConfigError`."""
+    """Find the network interface whose address is --master-addr. Raises `ConfigError`."""
     host = options.master_addr or ""
     try:
         address = resolve(host)
@@ -143,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """Return (interface name, option that selects it) or (None, ""). Raises `ConfigError`."""
+    """Return (interface, option or variable that names it), or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:

@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return the GPUs and CPUs (or only CPUs) that each of `count` nodes needs for ranks."""
+        """Return the GPUs and CPUs that each of `count` nodes needs for its ranks."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have enough free or, with `one_day`, total resources."""
+        """Return whether `count` nodes have enough resources, free or (with `one_day`) in total."""
         share = self.share(count)
         room = [
             node.id

@@ -45,7 +45,7 @@ _PIN = 0.001  # Amount of this machine's Ray resource "node:" to request, so tha
 
 
 class Driver:
-    """Machines and agents of an engine on Ray. Only the thread of the constructor calls Ray."""
+    """Machines and agents of an engine on Ray. Only the thread that makes the driver calls Ray."""
 
     def __init__(self, options: EngineOptions, stop: threading.Event) -> None:
         """Create the driver of one engine. Another thread sets `stop` when the engine has ended."""
