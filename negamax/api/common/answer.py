@@ -103,7 +103,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """Token counts; a prompt's cached tokens are the minimum over the prompt's choices."""
+        """Token counts. A prompt's cached token count is the minimum over the prompt's choices."""
         prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (prompt tokens, cached tokens)
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
@@ -236,7 +236,7 @@ async def respond(
     headers: dict[str, str] | None = None,
     ping: Ping | None = None,
 ) -> Response:
-    """Answer a started request with JSON or with a stream. `ping` defaults to an SSE comment."""
+    """Answer a started request as JSON or stream. The default `ping` event is an SSE comment."""
     if not request.params.stream:
         answer = await run_while_connected(request.http.receive, writer.whole())
         return await run_off_loop(

@@ -149,7 +149,7 @@ def generate(
 
 
 def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
-    """Return the data-parallel rank of the header or the body, or None if the client sent none."""
+    """Return the data-parallel rank in the request's header or body; None if neither has one."""
     params = request.params
     in_body = params.data_parallel_rank if params.routed_dp_rank is None else params.routed_dp_rank
     where, given = "routed_dp_rank", None if in_body is None else str(in_body)

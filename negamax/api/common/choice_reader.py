@@ -20,7 +20,7 @@ class ReasoningCounter:
     """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
     A choice has one section of reasoning, and later think tags are content. Reasoning may quote the
-    opening tag of a call; if a call really begins there, the reader calls `call_began`.
+    opening tag of a call. If the tag really begins a call, the reader calls `call_began`.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -105,8 +105,8 @@ class _CountingReader:
 class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Only the request's handler changes this object.
 
-    If a request has stop strings, the engine's client calls this reader as a `TextReader` to find
-    the stop strings, and adds the reader's parser events to the outputs.
+    If a request has stop strings, the engine's client uses this reader as a `TextReader`, which
+    finds the stop strings. The client adds the reader's parser events to the outputs.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def compute_max_tokens(max_model_len: int) -> int:
 class ChatPrompt:
     """A rendered conversation. The answer continues the text `continued`.
 
-    `reasoning` states whether the answer begins with, may contain or cannot contain reasoning.
+    `reasoning` states whether the answer begins inside reasoning, may begin with it, or has none.
     """
 
     text: str

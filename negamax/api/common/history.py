@@ -8,7 +8,7 @@ from negamax.api.common.thought_signature import HiddenThoughts
 
 @dataclass(frozen=True, slots=True)
 class HiddenThought:
-    """A thought packed into a signature, and the text to use if the signature has no thought."""
+    """A thought packed into `signature`, and the text to use if `signature` contains no thought."""
 
     signature: str
     otherwise: str = ""

@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token. If top tokens have equal texts, keep the sampled or else the likeliest."""
+        """Add a token. Of tokens with equal texts, keep the sampled one or else the likeliest."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

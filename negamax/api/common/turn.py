@@ -243,7 +243,7 @@ async def start_prompts(
 
 
 def _complete_form(context: ApiContext, form: Grammar | None) -> Grammar | None:
-    """Use the server's default of compact JSON if `form` does not set compact JSON."""
+    """If `form.compact` is None, set `compact` to the server's default."""
     if form is None or form.compact is not None:
         return form
     return replace(form, compact=context.options.compact_json)

@@ -47,7 +47,7 @@ class Lifecycle:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests of this process, with background work and without probes."""
+        """Number of open requests of this process, including background work but not probes."""
         return int(self._row[self._OPEN])
 
     @property

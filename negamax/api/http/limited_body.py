@@ -39,7 +39,7 @@ class LimitedBody:
     async def receive(self) -> Message:
         """Return the body's next ASGI message. Raises `RequestTimeoutError` or `OverloadedError`.
 
-        A compressed body may also raise `PayloadTooLargeError` or `InvalidRequestError`.
+        Also raises `PayloadTooLargeError` or `InvalidRequestError` for a compressed body.
         """
         if self._is_complete:
             return await self._receive()

@@ -145,7 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _check_framing(self, num_bytes: int) -> None:
         """Check the size of a body's framing after `num_bytes` more bytes were received.
 
-        `on_body` and `on_chunk_header` have already subtracted the bytes that are not framing.
+        `on_body` and `on_chunk_header` subtract bytes that are not framing from `_framing_bytes`.
         """
         self._framing_bytes = max(0, self._framing_bytes + num_bytes)
         if self._framing_bytes > MAX_FRAMING_BYTES:

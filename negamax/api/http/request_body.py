@@ -48,7 +48,7 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body. Commas, colons and brackets in strings count, too."""
+    """Limits of one body. Commas, colons and brackets are also counted in strings."""
 
     num_bytes: int
     context_length: int  # context length of the model in tokens
@@ -192,7 +192,7 @@ def _split_fields(body: bytes) -> tuple[_RawFields, bool]:
 
 
 class _ValueDecoder:
-    """Decodes the values of one body. Other threads can run between the pieces of large values."""
+    """Decodes the values of one body, large values in pieces, so that other threads can run."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits

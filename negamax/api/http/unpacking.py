@@ -20,7 +20,7 @@ _RAW_DEFLATE = -15  # `wbits` of zlib for deflate data without a zlib header.
 
 
 class _Inflater:
-    """Gives zlib's decompressor the methods of zstd's. Only `Unpacker` changes this object."""
+    """Wraps zlib's decompressor in the interface of zstd's. Only `Unpacker` changes this object."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)

@@ -52,7 +52,7 @@ def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes
     """Return the password of Basic credentials, which the user entered in a dialog of the browser.
 
     Browsers add Basic credentials even to requests by pages of other sites. The server accepts
-    Basic credentials only for page files or with a header that pages of other sites cannot send.
+    Basic credentials only for page files, or if a header that other sites cannot send is present.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")

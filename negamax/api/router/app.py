@@ -183,7 +183,7 @@ class RouterApp:
         return await self._relay(request)
 
     def _pick_renderer(self, request: RoutedRequest) -> RoutedServer | None:
-        """Return the server to ask for the blocks of a prompt; None if the blocks have no use."""
+        """Return the server to ask for a prompt's blocks, or None if the router needs no blocks."""
         prompt, path = request.prompt, request.path
         if path not in _BLOCK_PATHS or not prompt.fields or _PREVIOUS in prompt.fields:
             return None
@@ -221,7 +221,7 @@ class RouterApp:
             call.close()
 
     def _is_paired(self, request: RoutedRequest, tried: Sequence[RoutedServer] = ()) -> bool:
-        """Return whether a prefilling server, but none of `tried`, can compute the prompt."""
+        """Return whether a prefilling server that is not in `tried` can compute the prompt."""
         fields, paths = request.prompt.fields, _ROOM_PATHS if self._ports else _PAIRED_PATHS
         if self._prefillers is None or fields is None or request.path not in paths:
             return False

@@ -134,7 +134,7 @@ class OutputParser:
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
         self._closer = ""  # pending think closer of another family, which may end the reasoning
-        # `_opener`: held call opener and its white space; the next tag decides if a block begins.
+        # `_opener`: a call opener and white space; the next tag decides if they start a block.
         self._opener: list[str] = []
         self._opener_is_loose = False
         self._is_after_block = False  # whether only white space has followed the last block

@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the function name in `choice`, which chat completions or /v1/responses received."""
+    """Return the function name in `choice`, in the format of chat completions or /v1/responses."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)

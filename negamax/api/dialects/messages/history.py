@@ -39,10 +39,10 @@ def build_history(
     """Build the conversation of a request to a model of `family`.
 
     The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
-    Adjacent messages of one role form one turn. In a user's turn the tool results come first. After
-    tool results, a text that is a `<system-reminder>` becomes a system message, because a user
-    message would hide the thinking of the tool loop. The client's system messages are not moved.
-    For blocks that add or remove tools, `tool_notes` maps block paths to texts to show. Thinking
+    Adjacent messages of one role form one turn. In a user's turn the tool results come first. A
+    `<system-reminder>` text after tool results becomes a system message, because a user message
+    would hide the tool loop's thinking. The client's system messages are not moved. `tool_notes`
+    maps the path of a block that adds or removes tools to the text that the prompt shows. Thinking
     becomes reasoning, and its signature is not checked. A hidden thought that the prompt shows is
     decoded from its signature. With `reads_images`, images in user messages and tool results stay
     images. Raises `InvalidRequestError` with the path of a part that the prompt cannot show.
@@ -236,7 +236,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    Notes, unlike errors, end no session. If the model reads an image, return a list of parts.
+    An error would end the session. If the model reads an image, return a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

@@ -23,7 +23,7 @@ _SERVER_SEARCH = "tool_search_tool_"  # Type prefix of tool searches that this s
 
 @dataclass(slots=True)
 class ToolsInEffect:
-    """The tools of a conversation as functions. Only `read_tools` changes this object."""
+    """A conversation's tools, converted to functions. Only `read_tools` changes this object."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)  # Tools shown at the prompt's start.
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> callable tool

@@ -217,7 +217,7 @@ class _Responses:
     async def build_prompt(
         self, request: ApiRequest[ResponsesRequest]
     ) -> tuple[ApiRequest[ResponsesRequest], ChatPrompt]:
-        """Return the request, whose `num_bytes` counts all items, and a prompt without pixels."""
+        """Return the request with the `num_bytes` of all items, and its prompt without pixels."""
         self._context.model_name(request.params.model)
         prepared = await self._prepare(request)
         whole, turn = prepared.request, prepared.turn
@@ -243,7 +243,7 @@ class _Responses:
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
 
     def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
-        """Refuse a request that together with its earlier turns exceeds the limits of a body."""
+        """Refuse a request if it and its earlier turns together exceed the limits for one body."""
         limits = self._context.body_limits
         if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
             raise PayloadTooLargeError(
@@ -285,7 +285,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Generate a background response; unless deleted, store the response's final state."""
+        """Generate a background response. Unless it was deleted, store its final state."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:
@@ -338,7 +338,7 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input items with all referenced items, and the request's size in bytes."""
+        """Return the input with references replaced by items, and the request's size in bytes."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
