@@ -67,7 +67,7 @@ class ProcessGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks. The result is `tensor` itself, or a buffer that the next
         call overwrites. CPU tensors are summed in fp32 in rank order, so that a token's result does
-        not depend on its batch. On GPUs, kernels of `peers` sum small tensors in rank order.
+        not depend on its batch. On GPUs, norm kernels instead sum small tensors in rank order.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -81,7 +81,7 @@ class ProcessGroup:
         return total.to(tensor.dtype)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks as `all_reduce` does, and return this rank's rows."""
+        """Sum `tensor` over the ranks, and return this rank's equal part of the sum's rows."""
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
         rows = tensor.shape[0] // self.size
         if not tensor.is_cuda:

@@ -80,9 +80,9 @@ class ParallelContext:
         """Connect to the other ranks. NCCL transfers GPU tensors, and gloo transfers CPU tensors.
         `device` is the rank's GPU and must be the current device. Kernels exchange rows through the
         memory `peers` of a group. `peers` is None if the GPUs of the group cannot access each
-        other. `hidden_size`, `max_tokens` and `max_rows` (sampled tokens) set the size of `peers`.
-        With `is_one_sided`, `peers` also holds partial attention results and tokens sent to
-        experts. Every rank must pass the same sizes.
+        other. `hidden_size`, `max_tokens` of a step and `max_rows` (sampled tokens) determine the
+        size of `peers`. With `is_one_sided`, `peers` also has room for partial attention results
+        and for tokens sent to experts. Every rank must pass the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()

@@ -59,7 +59,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. With fewer heads than ranks, ranks have copies of heads."""
+        """Return this rank's KV heads. If ranks outnumber heads, several ranks store each head."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -107,7 +107,7 @@ class ExpertView:
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
     def width(self, intermediate_size: int, *, unit: int = 1) -> RankShare:
-        """Return this rank's rows of an expert's gate and up weights (columns of down)."""
+        """Return this rank's rows of an expert's gate_proj and up_proj, or columns of down_proj."""
         what = "expert intermediate size"
         shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
         return share(intermediate_size, rank=self.tp_rank, size=self.tp, unit=unit)
@@ -235,7 +235,7 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """Return the initial expert of each slot. The default places experts in order."""
+        """Return the initial expert of each slot. By default, experts are in index order."""
         if self.expert_placement:
             return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
@@ -261,7 +261,7 @@ class ParallelLayout:
 
     @property
     def reports_results(self) -> bool:
-        """Return whether this rank reports the results of all ranks that run the same plans."""
+        """Return whether this rank sends the results for all ranks that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
@@ -308,7 +308,7 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return range `rank` of `size` equal ranges of `total`. A `ConfigError` contains `what`."""
+    """Return the range of `rank` if `size` ranks split `total` equally. Errors contain `what`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks equally")
     per_rank = total // size
@@ -316,7 +316,7 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
-    """Return range `rank` of `size` nearly equal ranges of `total`, in multiples of `unit`."""
+    """Return the range of `rank` if `size` ranks split `total` almost evenly in whole `unit`s."""
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
     return RankShare(range(first, stop), -(-units // size) * unit)

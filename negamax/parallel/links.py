@@ -32,7 +32,7 @@ class Link:
     """A one-way link to or from rank `peer`. Each link has a separate process group."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
-        """`send` waits for the oldest tensor when `kept` tensors are in flight."""
+        """`send` first waits until fewer than `kept` sent tensors are in flight."""
         self._group, self._peer, self._kept = group, peer, kept
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
@@ -63,7 +63,7 @@ class Link:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Links of one rank to the ranks with equal position in other pipeline stages."""
+    """Links of one rank to the ranks that have the same position in other pipeline stages."""
 
     previous: Link | None = None  # Link to the previous stage; None on the first stage.
     next: Link | None = None  # Link to the next stage; None on the last stage.
@@ -104,7 +104,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Send `tensor` (contiguous) from the first to every stage. Raises `EngineDeadError`."""
+        """Copy the first stage's contiguous `tensor` to every stage. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

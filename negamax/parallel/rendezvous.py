@@ -15,8 +15,8 @@ _POLL_SECONDS = 0.05
 
 def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
     """Open a new store at `rendezvous`, which is a file or `tcp://ADDRESS:PORT`. Rank 0 listens
-    only on ADDRESS. The socket of PyTorch would listen on all addresses. Raises `OSError` on
-    failure or after `timeout_s`.
+    only on ADDRESS, whereas a socket that PyTorch creates would listen on all addresses. Raises
+    `OSError` on failure or after `timeout_s`.
     """
     if not rendezvous.startswith("tcp://"):
         return dist.FileStore(rendezvous, layout.world_size)

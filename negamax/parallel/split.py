@@ -1,7 +1,7 @@
 """Check whether a model can be split over ranks.
 
 The engine calls `check_split` before it starts a process. `negamax doctor` lists valid sizes.
-Weight formats allow all parallel sizes, because `layout.share` pads quantization groups with zeros.
+Weight formats allow all sizes, because `layout.share` pads to whole quantization groups with zeros.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
 
 
 def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
-    """Yield valid sizes for 1 to `most` ranks, first without expert parallelism, then with it."""
+    """Yield valid options for 1 to `most` ranks, without and with expert parallelism."""
     for size in range(1, most + 1):
         for whole in (False, True)[: 1 + (size > 1)]:
             options = ParallelOptions(size, enable_expert_parallel=whole)
@@ -63,7 +63,7 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Raise `ConfigError` if a rank has an expert twice, or ranks have unequally many experts."""
+    """Raise `ConfigError` if a rank has an expert twice, or if ranks differ in expert count."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return

@@ -93,7 +93,7 @@ def connect(
         if _all_agree(problem is None, group):
 
             def addresses(word: int, *others: int) -> Tensor:
-                """Return the address of `word` on each rank, followed by `others`, as a tensor."""
+                """Return the address of word `word` on each rank, then the addresses `others`."""
                 found = [*(base + 8 * word for base in bases), *others]
                 return torch.tensor(found, dtype=torch.int64, device=device)
 
@@ -168,7 +168,7 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """Return zeroed 8-byte words, their address on each rank, a barrier, and an error or None."""
+    """Return (zeroed 8-byte words, their address on each rank, a barrier, an error or None)."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()

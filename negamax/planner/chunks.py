@@ -14,7 +14,7 @@ _POINTS = 64  # approximate number of context lengths for which costs are comput
 def plan_even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
-    """Return chunk lengths whose time in the slowest stage equals that of the first chunk."""
+    """Plan chunks that each take as long in the slowest stage as the first chunk of a prompt."""
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
     least = min(most, max(block_size, most // LEAST_SHARE))

@@ -6,7 +6,7 @@
           + exchanges
 
 All constants were measured on an H200 (docs/performance.md, docs/results). The prediction assumes
-that other GPUs reach the same fractions of their vendor's figures. LAYER_SECONDS and ROW_SECONDS
+that other GPUs reach the same fractions of vendor figures as an H200. LAYER_SECONDS and ROW_SECONDS
 are fitted to times per token on one, two and four GPUs, and TOKEN_SECONDS to prompt times. The
 other constants were measured one by one. docs/parallelism.md states the prediction error.
 """
@@ -107,7 +107,7 @@ class Model:
         )
 
     def on_rank(self, layout: ParallelLayout) -> Iterable[tuple[WeightKind, int, float]]:
-        """Yield (kind of matrix, number of matrices, their bytes) for each kind on a rank."""
+        """Yield (kind, number of matrices, total bytes) for each kind of matrix on a rank."""
         return self.weights.on_rank(dtype=self.dtype, kept=self.kept, layout=layout)
 
     @property
@@ -225,7 +225,7 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool, width: int = 1
     ) -> float:
-        """Return the seconds of stage `place` for `tokens` tokens, of which each rank has `own`."""
+        """Return the seconds of stage `place` for `tokens` tokens, `own` per data-parallel rank."""
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
         own = ceil(own / layout.cp) if is_prefill else own
@@ -257,7 +257,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the GEMM time of `held` for `tokens` tokens if experts, else for `own` tokens."""
+        """Return the GEMM time of `held`. Experts have `tokens` rows, other matrices `own` rows."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
@@ -300,7 +300,7 @@ class Costs:
         return found
 
     def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
-        """Return the time for PCP: exchange keys and values (prefill) or sum outputs (decode)."""
+        """Return PCP's time to exchange keys and values (prefill) or to sum outputs (decode)."""
         ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
             return 0.0
@@ -312,7 +312,7 @@ class Costs:
         return num_layers * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
-        """Return the time of a layer's DCP exchange of outputs and a 4-byte weight per head."""
+        """Return the time of DCP to exchange a layer's outputs and a 4-byte weight per head."""
         layout, spec = self._layout, self._model.weights.spec
         if layout.dcp == 1:
             return 0.0

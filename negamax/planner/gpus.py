@@ -93,7 +93,7 @@ def _driver_rows(columns: str) -> list[list[str]]:
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """Return nvidia-smi's rows of `wanted` GPUs. As in CUDA, the first unknown id ends the list."""
+    """Return nvidia-smi's rows of `wanted` GPUs up to the first unknown id, as CUDA does."""
     if wanted is None:
         return rows
     found = []

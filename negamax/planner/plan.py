@@ -98,7 +98,7 @@ class Plan:
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """Return the candidate with fewest parallel axes and a cost within `TIE` of the least."""
+        """Of candidates within `TIE` of the least cost, return one with fewest parallel axes."""
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
@@ -127,10 +127,10 @@ def make_plan(
 
     `workloads` have ascending concurrency. A request of `max_model_len` tokens must fit in the
     cache. If `max_model_len` is None, the longest request of `workloads` must fit, and the context
-    length is the largest that fits. Each data-parallel rank has `max_num_seqs` slots, by default
-    the larger of the engine's default and the rank's concurrent requests. With `one_engine`,
-    unneeded GPUs stay idle. Index keys are sharded if the topology has DCP or a required request
-    does not fit otherwise. `host_gib`: an engine's main memory for KV blocks; if set, index keys
+    length is the largest that fits. `max_num_seqs`: slots of a data-parallel rank (None: one per
+    concurrent request, but at least the engine's default). With `one_engine`, only one engine runs,
+    and other GPUs stay idle. Index keys are sharded with DCP, or if a request would not fit
+    otherwise. `host_gib`: GiB of an engine's main memory for KV blocks. With `host_gib`, index keys
     are not sharded. `split_for`: layouts for which the checkpoint's files are split.
 
     Raises `ConfigError` if `max_model_len` exceeds the model's context length.

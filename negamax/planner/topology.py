@@ -139,7 +139,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Use of a GPU's memory in bytes, in the pipeline stage with the least memory for KV cache."""
+    """Memory use in bytes of a GPU in the pipeline stage with the least room for KV cache."""
 
     weights: int
     room: int  # Bytes left for KV cache and request slots; negative if memory is missing.
@@ -168,7 +168,7 @@ def fit(
     drafts: Drafts | None = None,
 ) -> Fit:
     """Return the use of a GPU's `budget` bytes, with slots for requests of `longest` tokens. If the
-    engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
+    engine reads images, the use includes a vision tower and `encoder_tokens` image embeddings.
     """
     spec = model.weights.spec
     width = spec.vision.text_hidden if spec.vision and encoder_tokens else 0
