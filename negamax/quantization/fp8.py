@@ -1,9 +1,9 @@
 """Methods "fp8" and "mxfp8" (MiniMax). The description lists modules that are not quantized.
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
-stored FP8 weights also rounds activations to FP8. Activation scales are per 128 columns for weight
-blocks, and per token for whole matrices. MXFP8 has a power-of-two scale per 32 columns. Activations
-of MXFP8 stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1), routed experts are NVFP4.
+stored FP8 weights also rounds activations to FP8. Activations have a scale per 128 columns if
+weights have blocks, else per token. MXFP8 has a power-of-two scale per 32 columns. Activations of
+MXFP8 stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1), routed experts are NVFP4.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 def fp8_blocks(
     spec: QuantizationSpec, name: str, *, scale_name: str = "weight_scale", fnuz: bool = False
 ) -> TensorFormat:
-    """Return E4M3 with a scale per block; field `name` is the block size. Raises `ConfigError`."""
+    """Return E4M3 with a scale per block, whose size is the field `name`. Raises `ConfigError`."""
     block: Any = spec.fields.get(name)
     is_block = isinstance(block, list | tuple) and len(block) == 2
     if not is_block or not all(type(size) is int and size > 0 for size in block):

@@ -98,7 +98,7 @@ def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
 
 
 def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
-    """Yield (is excluded, pattern, changed description) for each rule in GPTQModel's `dynamic`.
+    """Yield (excludes modules, pattern, changed `spec`) for each rule in GPTQModel's `dynamic`.
 
     Only the first rule that matches a module applies. Modules that match a rule with the prefix
     "-:" are not quantized.

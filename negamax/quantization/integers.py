@@ -26,7 +26,7 @@ PACKED_BITS = (2, 4, 8)  # Supported bits per quantized weight, all divisors of 
 
 
 def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
-    """Cache `make`, so that calls with equal arguments, passed or default, return one object."""
+    """Cache `make`. Calls with equal arguments return one object, even if defaults are omitted."""
     signature, known = inspect.signature(make), cache(make)
 
     @wraps(make)
@@ -86,8 +86,8 @@ def int8_format(
 ) -> TensorFormat:
     """Return the int8 format whose weight_scale has the dimensions `scale`.
 
-    `others` are further stored tensors, which dequantization does not need. `options` are fields of
-    `TensorFormat`.
+    `others` are additional stored tensors that dequantization does not need. `options` are fields
+    of `TensorFormat`.
     """
     return TensorFormat(
         name,

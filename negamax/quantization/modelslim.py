@@ -1,8 +1,8 @@
 """Method "modelslim" (Ascend): quant_model_description.json lists the format of each tensor.
 
 Like ModelSlim, kernels may round activations to 8 bits. Kernels use a scale per token, so the
-stored scales of activations are not needed. `quant_bias` and `deq_scale` only undo the rounding of
-activations: `quant_bias` is the layer's bias (M2 has none) minus the contribution of
+stored scales of activations are not needed. The tensors `quant_bias` and `deq_scale` only undo the
+rounding of activations. `quant_bias` is the layer's bias (M2 has none) minus the contribution of
 `input_offset`. QuaRot's rotation is folded into the weights. Only draft models trained on the
 unrotated model need the rotation (`checkpoint/quarot.py`).
 """
@@ -77,9 +77,9 @@ INT8_DEQ_SCALE = TensorFormat(
 
 @cache
 def int4(parts: int) -> TensorFormat:
-    """Return int4 with a weight_scale per row. The low half of a byte belongs to the even row.
+    """Return the int4 format with a weight_scale per row. Low halves of bytes store even rows.
 
-    scale_bias, per row and each of `parts` column ranges, corrects the rounding of activations.
+    scale_bias [rows, `parts` column ranges] corrects the rounding of activations.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",

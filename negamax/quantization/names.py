@@ -59,7 +59,7 @@ def quantized(
 
 
 def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
-    """Return the description for loading MXFP8 matrices as FP8 blocks; None without MXFP8."""
+    """Return the description for loading MXFP8 matrices as FP8 blocks, or None if none exist."""
     try:
         scheme = detect(spec)
     except ConfigError:  # skip: the loader will report this error
@@ -68,7 +68,7 @@ def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
 
 
 def _names(spec: QuantizationSpec) -> list[str]:
-    """Return the normalized method of the checkpoint, and the names of the checkpoint's format."""
+    """List --quantization values that fit the checkpoint: its method, then names of its format."""
     method = find_method(spec.method)
     fields = spec.fields.get("quantization")  # nested in hf_quant_config.json only
     fields = fields if isinstance(fields, Mapping) else spec.fields

@@ -62,10 +62,10 @@ def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
 def convert_to_blocks(scheme: Scheme) -> Scheme:
     """Return `scheme` with FP8 blocks of 128 x 128 instead of MXFP8.
 
-    Scales stay powers of two. Values below 2^-13.8 of the largest value of their block may change
-    by at most 2^-17.8 of the largest value. Half a step of E4M3's subnormals is 2^-10, and a
-    block's largest scaled value is above 224. The RMS change of a matrix is therefore below 128 *
-    2^-17.8 = 5.6e-4 of its RMS. Rounding to MXFP8 changes a matrix by 2.6e-2 of its RMS.
+    Scales stay powers of two. Let m be the largest magnitude in a block. Only values below 2^-13.8
+    m change, by at most 2^-17.8 m, because half a step of E4M3's subnormals is 2^-10 and the scaled
+    m is above 224. The RMS change of a matrix is therefore below 128 * 2^-17.8 = 5.6e-4 of its RMS.
+    Rounding to MXFP8 changes a matrix by 2.6e-2 of its RMS.
     """
 
     def format_of(module: str) -> TensorFormat:

@@ -67,7 +67,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the format that the value `said` of `name` describes. `cached`: are outputs cached?"""
+    """Return the format in `said`, the value of field `name`. `cached`: are the outputs cached?"""
     if said is None:
         return PLAIN
     if not isinstance(said, Mapping):
@@ -111,7 +111,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
 
 
 def _check(spec: QuantizationSpec, name: str, said: Any, table: str) -> None:
-    """Raise `ConfigError` if the value `said` of `name` does not fit `table` of fields.toml."""
+    """Check `said`, the value of `name`, against `table` of fields.toml. Raises `ConfigError`."""
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
     check_table(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), table)

@@ -38,7 +38,7 @@ class Scheme:
     def of(
         cls, formats: Iterable[TensorFormat], format_of: Callable[[str], TensorFormat]
     ) -> Scheme:
-        """Build a scheme from `formats`, which may contain duplicates and PLAIN."""
+        """Build a scheme from `formats`, without duplicates and without PLAIN."""
         found = dict.fromkeys(stored for stored in formats if stored is not PLAIN)
         return cls(tuple(found), format_of)
 
@@ -76,7 +76,7 @@ def check_fields(
 ) -> None:
     """Raise `ConfigError` if a field of `spec` does not have one of its `allowed` values.
 
-    If `beside` is given, a field outside `allowed` and `beside` also raises `ConfigError`.
+    If `beside` is given, also raise `ConfigError` for fields outside `allowed` and `beside`.
     """
     for name, value in spec.fields.items():
         if beside is not None and name not in (*allowed, *beside):
@@ -222,7 +222,7 @@ _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PRO
 def _tells_experts(pattern: str) -> bool:
     """Return whether `pattern` mentions experts, or projections together with "mlp".
 
-    "down_proj" alone selects dense and shared MLPs, because the matrices of experts are w1, w2, w3.
+    A pattern with only "down_proj" means dense and shared MLPs, as experts have w1, w2 and w3.
     """
     return re.search(r"experts|mlp.*(?:gate|up|down)(?:[|\w]*\))*_proj", pattern) is not None
 
