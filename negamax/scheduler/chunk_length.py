@@ -12,8 +12,8 @@ class ChunkLength(Protocol):
     """Chooses the length of each prompt chunk, only from the arguments of `fit`."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
-        """Return the number of tokens to run (at least 1), and how much of `budget` these tokens
-        use. `left`: uncomputed tokens of the sequence. `budget`: tokens left in the step.
+        """Return the length of the next chunk (at least 1 token), and the part of `budget` that it
+        uses. `left`: uncomputed tokens of the sequence. `budget`: tokens left in the step.
         """
 
 
@@ -27,8 +27,8 @@ class EvenChunks:
 
 @dataclass(frozen=True)
 class EvenTimes:
-    """Chooses chunks that each take as long as the first `budget` tokens of a prompt. A chunk that
-    does not end its prompt ends at the last block boundary that it reaches.
+    """Chooses chunks that each take as much time as the first `budget` tokens of a prompt. A chunk
+    that does not end its prompt ends at the last block boundary that it reaches.
     """
 
     block_size: int

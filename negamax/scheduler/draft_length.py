@@ -1,17 +1,17 @@
 """Choose how many draft tokens each row verifies, to maximize tokens per second.
 
-A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yields 1 + p1 + p1 p2
-+ ... tokens per row. p_i is the probability that a row accepts draft i after it has accepted all
+If each of `rows` rows verifies k drafts, the step takes T(rows, k) seconds and yields 1 + p1 + p1
+p2 + ... tokens per row. p_i is the probability that a row accepts draft i after it has accepted all
 earlier drafts. Committed steps update the estimates of T and p_i:
 
-- T is the step time measured at start, multiplied by two factors: a factor for all k, which
-  follows the growth of contexts, and a factor for each k. A Kalman filter estimates the
-  logarithms of both factors. A draft length k with an uncertain factor gets a better score, so
-  that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
-- p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
-  an unused k again after growing intervals, because the weight of old trials decays. If the draft
-  model has a confidence head, p_i is the mean of the head's recent estimates, corrected by their
-  mean error. With the confidence head, p_i adapts to changes after few trials.
+- T is the step time measured at start, multiplied by two factors: a factor for all k, which follows
+  the growth of contexts, and a factor for each k. A Kalman filter estimates the logarithms of both
+  factors. A draft length k with an uncertain factor gets a better score, so that the scheduler
+  tries this k. The uncertainty of the factor for k grows in steps that do not use k.
+- p_i is the share of accepted drafts among recently verified drafts, combined with a prior. The
+  scheduler tries an unused k again after growing intervals, because the weight of old trials
+  decays. If the draft model has a confidence head, p_i is the mean of the head's recent estimates,
+  corrected by their mean error. With the confidence head, p_i adapts to changes after few trials.
 
 The chosen lengths depend only on the sequence of calls.
 """
@@ -60,7 +60,7 @@ class DraftLength(Protocol):
     """Chooses the number of draft tokens per plan. The choice depends only on earlier calls."""
 
     def choose(self, num_rows: int) -> int:
-        """Return how many drafts each of `num_rows` decodes verifies and proposes in the plan."""
+        """Return the drafts per row, verified and proposed, for a plan with `num_rows` decodes."""
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Record that `plan` took `seconds` (0: unknown). The caller records plans in order."""
@@ -78,8 +78,8 @@ class FixedDraftLength:
 
 
 class _Times:
-    """Corrections to the logarithms of step times, for one size class. A Kalman filter estimates
-    the correction of a draft length: a number for all lengths plus a number for this length.
+    """Corrections to the logarithms of step times, for one size class. A correction is a number for
+    all draft lengths plus a number for one length. A Kalman filter estimates these numbers.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -109,7 +109,7 @@ class _Times:
         return times
 
     def error(self, index: int, other: int) -> float:
-        """Return the standard deviation of the difference between two lengths' corrections."""
+        """Return the standard deviation of correction `index` minus correction `other`."""
         rows, i, j = self._covariances, index + 1, other + 1
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
@@ -144,7 +144,7 @@ class _Times:
 
 @dataclass
 class _Shares:
-    """Counts the trials and accepted drafts at one draft position. Old trials have less weight."""
+    """Counts verified and accepted drafts at one draft position. Old drafts have less weight."""
 
     accepted: float = 0.0
     trials: float = 0.0
@@ -167,7 +167,7 @@ class _Shares:
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Record the draft model's mean acceptance estimate for `num_rows` rows, or None."""
+        """Record the draft model's mean estimate (None: no estimate) for `num_rows` rows."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
@@ -245,7 +245,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """Estimate per draft position the share of rows that accept all drafts up to it."""
+        """For each draft i, estimate the share of rows that accept all of the drafts 0 to i."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = place.share(prior)
@@ -257,7 +257,7 @@ class AdaptiveDraftLength:
         self.record_all([(plan, result)], seconds)
 
     def record_all(self, ranks: Sequence[tuple[StepPlan, StepResult]], seconds: float) -> None:
-        """Record a step of all ranks, whose non-empty plans propose the same number of drafts."""
+        """Record one step of all ranks. All plans with rows propose the same number of drafts."""
         num_proposed, num_rows, is_even = 0, 0, True
         for plan, result in ranks:
             if not plan.slots:
@@ -307,7 +307,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score draft lengths by tokens/s; reduce step times by `tried` standard deviations."""
+        """Return tokens/s of each length, with times reduced by `tried` standard deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []
@@ -329,7 +329,7 @@ class AdaptiveDraftLength:
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:
-        """Return the logarithm of a step's time, as measured at start or as assumed."""
+        """Return the logarithm of a step's time, which was measured at start or is assumed."""
         if not self._is_measured:
             return math.log(1.0 + _ASSUMED_COST * drafts)
         points = self._measured[drafts]
@@ -341,12 +341,12 @@ class AdaptiveDraftLength:
 
 
 class RankDraftLength:
-    """Chooses the draft length of one data-parallel rank. The length is equal on all ranks, because
+    """Chooses the draft length of one data-parallel rank. All ranks use the same length, because
     the rank with the most rows determines the time of a step.
     """
 
     def __init__(self, joint: AdaptiveDraftLength, ranks: list[RankDraftLength]) -> None:
-        """Append this rank to `ranks`, whose members plan and commit in the order of the list."""
+        """Append this rank to `ranks`. All ranks plan and commit in the order of this list."""
         self._joint, self._ranks = joint, ranks
         self._num_rows = self._number = 0
         self._committed: tuple[StepPlan, StepResult] | None = None

@@ -39,7 +39,7 @@ class EncodedImage:
 
     @property
     def is_planned(self) -> bool:
-        """Whether plans encode all parts of the image, so that this plan may use the embeddings."""
+        """Whether plans so far encode the whole image, so that this plan may use its embeddings."""
         return self.num_planned == self.num_parts
 
 
@@ -84,7 +84,7 @@ class EncoderCache:
 
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
         """Reserve pages for the images among the next `count` tokens of a sequence. Return how many
-        of the `count` tokens may run in plan `step_id`: all before an unencoded image.
+        of these tokens may run in plan `step_id`, up to the first image that is not encoded.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):

@@ -72,7 +72,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign each pack to the rank with most of the pack's experts, which keep their slots."""
+    """Assign packs to ranks so that many experts stay on their rank, in the slots that they had."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [
@@ -91,7 +91,7 @@ def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> 
 
 
 def settle(wanted: Sequence[int], held: Slots) -> list[int]:
-    """Assign the `wanted` experts of a rank to its slots; `held`: the current experts."""
+    """Assign a rank's `wanted` experts to its slots. Experts of `held`, the current slots, stay."""
     missing = Counter(wanted)
     slots: list[int | None] = []
     for expert in held:
@@ -103,8 +103,8 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Return simultaneous moves (from slot, to slot) towards `target`; [] if each rank has its
-    experts. Each rank sends at most one expert and receives at most one. Every expert keeps a copy.
+    """Return simultaneous moves (from slot, to slot) towards `target`, or [] if no move is needed.
+    Each rank sends at most one expert and receives at most one. All experts keep a copy.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []

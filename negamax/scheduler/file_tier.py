@@ -9,7 +9,7 @@ file, all ranks treat the block as missing.
   waits for its admission again, and `HostTier` loads the blocks into the KV cache.
 
 The host block of a write or read stays allocated until all ranks have reported the end of the copy.
-The next plan repeats the file copies of a lost plan.
+If a plan is lost, the next plan repeats the lost plan's file copies.
 """
 
 from collections import OrderedDict
@@ -95,7 +95,7 @@ class FileTier:
 
     @property
     def has_writes(self) -> bool:
-        """Whether plans are needed to write files, even if no request needs a plan."""
+        """Whether a plan is needed to write or delete files, even if no request needs a plan."""
         is_needed = bool(self._queue or self._writes or self._deletes_all)
         return is_needed and self.num_blocks > 0
 
@@ -184,7 +184,7 @@ class FileTier:
         )
 
     def commit(self, progress: FileProgress) -> None:
-        """Apply the file progress that all ranks have reported."""
+        """Process the reads and writes that all ranks have ended, according to `progress`."""
         self.progress = progress
         self._missing.update(progress.missing)
         for write in list(self._writes.values()):

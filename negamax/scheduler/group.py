@@ -2,9 +2,9 @@
 slots, blocks, prefix cache and running sequences.
 
 A request waits in one common queue until a rank can admit it. The rank with the lowest cost gets
-the request (`Scheduler.cost_of`). The cost depends on the request's prefix that the rank has
-cached, and on the rank's pending tokens, rows and context lengths. Preempted requests stay on their
-rank, which may still cache their prefix.
+the request (`Scheduler.cost_of`). A cached prefix of the request lowers the rank's cost. Pending
+tokens, rows and long contexts on the rank raise the cost. Preempted requests stay on their rank,
+which may still cache their prefix.
 """
 
 from collections.abc import Sequence as Items
@@ -51,7 +51,7 @@ class GroupScheduler:
 
     @property
     def has_writes(self) -> bool:
-        """Whether plans are needed to write KV blocks to files, even if no request needs a plan."""
+        """Whether a plan is needed to write or delete files, even if no request needs a plan."""
         return any(rank.host.has_writes for rank in self.ranks)
 
     @property
@@ -100,7 +100,7 @@ class GroupScheduler:
             rank.reset_prefix_cache()
 
     def unblock(self, request_id: str) -> None:
-        """Let the next plan include a postponed request again."""
+        """Allow the next plan to run a postponed request."""
         sequence = self._requests.sequences.get(request_id)
         if sequence is not None:
             sequence.is_postponed = False
@@ -133,7 +133,7 @@ class GroupScheduler:
         return admitted
 
     def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
-        """Return drafts for grammar rows of the oldest uncommitted step, by request id."""
+        """Map request ids of grammar rows to drafts that the oldest uncommitted step proposed."""
         ranks = zip(self.ranks, results, strict=True)
         return {name: drafts for rank, one in ranks for name, drafts in rank.proposed(one).items()}
 
@@ -148,7 +148,7 @@ class GroupScheduler:
         ]
 
     def fail(self, plans: Items[StepPlan], message: str) -> list[SequenceUpdate]:
-        """Drop the oldest uncommitted step, which was lost: its sequences end with an error."""
+        """Drop the oldest uncommitted step, which was lost, and end its sequences with an error."""
         return [
             update
             for rank, plan in zip(self.ranks, plans, strict=True)
@@ -178,7 +178,7 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
-    """Return the size of a step of `plans`. `sequences[i]`: the rows' sequences of plans[i]."""
+    """Return the size of the step of `plans`. `sequences[i]`: sequences of the rows of plans[i]."""
     is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

@@ -1,8 +1,8 @@
 """Track the host memory that is the second level of a rank's prefix cache, and pending copies.
 
 A host block contains the data of one KV block, and has the hash of this KV block. Plans list the
-copies (`HostCopies`). The worker runs copies in plan order, and each step waits on the device for
-copies of blocks that it reads or writes. The index of host blocks can change before the copies:
+copies (`HostCopies`). The worker runs copies in plan order. On the device, a step waits for copies
+of the blocks that it uses. The index of host blocks can change before the copies run:
 
 - A full KV block is *stored* with the next plan. Requests can use the host block after the commit
   of the plan that stores it.
@@ -11,8 +11,8 @@ copies of blocks that it reads or writes. The index of host blocks can change be
   blocks are cached like computed blocks, and the request waits for its admission again.
 
 A new host block replaces the least recently used host block. When a sequence leaves the batch, its
-blocks are marked as used, from the last to the first, and later evicted in this order. Files may be
-a third level (`FileTier`): blocks in files are read into host memory and then loaded.
+host blocks become the most recently used blocks, and its last block will be evicted first. Files
+may be a third level (`FileTier`): blocks in files are read into host memory and then loaded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -52,9 +52,9 @@ class HostTier:
     def __init__(
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
-        """`limits` sets the numbers of host blocks and of blocks in files. `pool`: the KV blocks.
-        `waiting`: the queue that sequences return to after their loads. `log` receives the changes
-        of the index of host blocks.
+        """`limits` contains the number of host blocks and the number of blocks in files. `pool`:
+        the KV blocks. `waiting`: the queue that sequences return to after their loads. `log`
+        receives the changes of the index of host blocks.
         """
         self.num_blocks = num_blocks = limits.num_host_blocks
         self.num_queries = 0  # number of tokens that were looked up in host memory
@@ -94,7 +94,7 @@ class HostTier:
 
     @property
     def has_writes(self) -> bool:
-        """Whether plans are needed to write files, even if no request needs a plan."""
+        """Whether a plan is needed to write or delete files, even if no request needs a plan."""
         has_stores = bool(self._queue or self._new_stores or self._stores)
         return self.files.has_writes or (has_stores and self.files.num_blocks > 0)
 
@@ -243,7 +243,7 @@ class HostTier:
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
         """Yield (KV block, host block) for each cached block of a waiting sequence, from `first`
-        on. Yield (None, None) for a block that is only in a file. Skip the sequence's last block.
+        on. Yield (None, None) for a block that is only in a file. Skip the last token's block.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:

@@ -7,7 +7,7 @@ from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Limits of a scheduler. The values are valid, because the options were checked."""
+    """Limits of a scheduler, from options that have already been checked."""
 
     max_num_seqs: int  # largest number of running sequences
     max_num_batched_tokens: int  # largest number of tokens in one step

@@ -1,4 +1,4 @@
-"""Build a `StepPlan`, whose fields are lists with one entry per row or block."""
+"""Build a `StepPlan`. Most of its fields are lists with an entry for each row or block."""
 
 from negamax.scheduler.chunk_length import ChunkLength
 from negamax.scheduler.encoder_cache import EncoderCache, list_runs
@@ -34,7 +34,7 @@ class PlanBuilder:
 
     def add_chunk(self, sequence: Sequence) -> bool:
         """Add a chunk of the sequence's remaining tokens, as large as the budget and the encoder
-        cache allow. Return True if no token remains after the chunk, so that the chunk samples.
+        cache allow. Return True if the chunk samples a token, because no tokens remain.
         """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
@@ -52,7 +52,7 @@ class PlanBuilder:
         return samples
 
     def extend_chunk(self, sequence: Sequence) -> None:
-        """Extend the sequence's chunk in this plan, or add a first chunk of the sequence."""
+        """Extend the sequence's chunk in this plan, or add a chunk if the plan has none."""
         earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
         num_chunks = len(self.chunks)
         self.add_chunk(sequence)

@@ -16,7 +16,7 @@ HASH_BYTES = 32  # 32 bytes give 128 bits of security against deliberate collisi
 
 
 class BlockHashes:
-    """Hashes of a sequence's full blocks, computed on demand. `tokens`: growing list of tokens."""
+    """Hashes of a sequence's full blocks, computed on demand. The list `tokens` may grow later."""
 
     __slots__ = ("_hashes", "_images", "_root", "_tokens", "block_size", "salt")
 

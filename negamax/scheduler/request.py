@@ -15,9 +15,9 @@ SEED_LIMIT = 2**63
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request, named as in vLLM. `resolved` replaces None by the default
-    in the model's generation_config.json. `temperature=0` means greedy decoding. A `top_k` of 0 or
-    -1 means no limit. `check` raises `InvalidRequestError` with the field, the value and the limit.
+    """Sampling parameters of a request, named as in vLLM. `resolved` replaces None by the model's
+    default from generation_config.json. `temperature=0` means greedy decoding. A `top_k` of 0 or -1
+    means no limit. `check` raises `InvalidRequestError` with the field, the value and the limit.
     """
 
     n: int = 1

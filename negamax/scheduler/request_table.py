@@ -23,8 +23,8 @@ class RequestTable:
 
     def add(self, request: GenerateRequest, *, num_waiting: int) -> Sequence:
         """Create the sequence of a resolved request. Raises `ContextLengthError` if the prompt
-        leaves no room for output, `InvalidRequestError` for an empty prompt, an id in use or a
-        request that can never fit, and `OverloadedError` if the queue is full.
+        leaves no room for output, `OverloadedError` if the queue is full, and `InvalidRequestError`
+        if the prompt is empty, the id is in use or the request can never fit.
         """
         limits, max_tokens = self._limits, request.sampling.max_tokens
         assert max_tokens is not None, "sampling must be resolved before `add` is called"
@@ -124,7 +124,7 @@ class RequestTable:
             end = image.end
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse a request if its tokens, except the last, need more blocks than the pool has."""
+        """Refuse a request if all its tokens but the last need more blocks than the pool has."""
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:

@@ -4,7 +4,7 @@ Steps overlap: `plan` may be called before the last plan is committed. The worke
 order and stores each sampled token in the slot of its row. A later plan may therefore reuse freed
 blocks and slots. A later plan may also contain a decode row whose input token is still unknown. A
 row whose next token depends on a grammar mask is planned like other rows. If the mask is late,
-`postpone` removes the row's last token from the computed tokens.
+`postpone` lets a later plan run the row's last token again.
 
 A row with k draft tokens yields 1 to k+1 tokens. Until the row's step is committed, the scheduler
 assumes that all drafts are accepted, and keeps their blocks. The commit subtracts rejected drafts.
@@ -134,13 +134,13 @@ class Scheduler:
         return found
 
     def proposed(self, result: StepResult) -> dict[str, list[int]]:
-        """Return new drafts for grammar rows of the oldest uncommitted plan, by request id."""
+        """Map request ids of grammar rows to drafts that the oldest uncommitted plan proposed."""
         sequences = self._in_flight[0].sequences
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
-        """Postpone rows of the latest plan until `unblock`: `commit` ignores the rows' samples, and
-        the rows' last tokens run again. The step's `GrammarBitmask` lists the postponed rows.
+        """Postpone rows of the latest plan until `unblock` is called. `commit` ignores the samples
+        of these rows, and their last tokens run again. `GrammarBitmask` lists the postponed rows.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -153,7 +153,7 @@ class Scheduler:
             sequence.num_total -= 1
 
     def plan(self) -> StepPlan | None:
-        """Return the next plan; None if no row can run before a commit, `add` or pipeline turn."""
+        """Return the next plan, or None if rows must wait for a commit, `add` or pipeline turn."""
         self._turns.begin()
         self.shared.take_queued()
         first = self._waiting.first(self._requests.num_rows)
@@ -218,7 +218,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence to this rank, or None if it must wait.
-        The cost counts the tokens before the sequence's first output, plus the cost of the batch.
+        The cost counts tokens before the sequence's first output, rows, and used KV blocks.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -342,16 +342,16 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceUpdate]:
-        """Drop the oldest uncommitted plan, which was lost: its sequences end with an error."""
+        """Drop the oldest uncommitted plan, which was lost, and end its sequences with an error."""
         sequences = self._take_in_flight(plan).sequences
         self.host.fail(plan.step_id)
         lost = [*sequences, *self.encoder.fail(plan.step_id, self._running)]
         return [self._end(row, message) for row in dict.fromkeys(lost) if not row.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
-        """Plan a row for each running sequence that has one token to run, with up to `most_drafts`
-        drafts if the budget allows. Admission reserves budget for one token of every running
-        sequence. Return, in order, sequences with several tokens to run.
+        """Plan a row for each running sequence that has one token to run. Rows get up to
+        `most_drafts` drafts if the budget allows. Admission reserves budget for one token of every
+        running sequence. Return the sequences with several tokens to run, in order.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
@@ -398,8 +398,8 @@ class Scheduler:
 
     def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
         """Plan chunks of running prompts. If several tenants have prompts of the best priority,
-        each tenant gets an equal share of the budget. Unused shares, and shares of tenants that
-        wait for a slot, stay in the budget. Return the prompts that may get the rest of the budget.
+        each tenant gets an equal share of the budget. Unused shares, and shares for tenants that
+        wait for a slot, remain. Return the prompts that may get the rest of the budget.
         """
         priority = prefills[0].order[0]
         urgent = [row for row in prefills if row.order[0] == priority]
@@ -440,9 +440,9 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption.
-        Rows of the tenant with the most rows yield, fewest computed tokens first, and this tenant
-        keeps more rows than the waiting tenant. Return None if preemption cannot make room.
+        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption. The
+        rows are those with the fewest computed tokens of the tenant with the most rows. This tenant
+        keeps more rows than the waiting tenant has. Return None if preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -493,8 +493,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, a further block must stay free, because their growth would
-        otherwise preempt the new sequence. If no sequence runs, all blocks are free.
+        While other sequences run, one more block must be free. Otherwise, the next block that one
+        of them needs would preempt the new sequence. If no sequence runs, all blocks are free.
         """
         if not self._may_admit(sequence):
             return None
@@ -533,7 +533,7 @@ class Scheduler:
         )
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence has no tokens in flight and enough blocks could be free."""
+        """Whether a waiting sequence has no tokens in flight and enough blocks may be free now."""
         retry_gain = sequence.retry_gain if self._running else 0
         return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
 

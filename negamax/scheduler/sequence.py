@@ -98,7 +98,7 @@ class Sequence:
         return "length" if len(self.tokens) >= self.limit else None
 
     def stop_reason(self, eos_token_ids: frozenset[int]) -> int | None:
-        """Return the last token as the stop token to report; None for an end-of-sequence token."""
+        """Return the stop token that ended the sequence, or None for an end-of-sequence token."""
         is_eos = self.tokens[-1] in eos_token_ids and not self.request.sampling.ignore_eos
         return None if is_eos else self.tokens[-1]
 

@@ -163,8 +163,8 @@ class SharedBlocks:
         ]
 
     def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
-        """Allocate host blocks for the `hashes` that this engine lacks. Return an import and the
-        indices of the missing hashes; None if too few host blocks are free.
+        """Allocate host blocks for the `hashes` that this engine lacks. Return an import of these
+        blocks and the indices of their hashes, or None if too few host blocks are free.
         """
         missing = self.find_missing(hashes)
         if len(missing) > self._blocks.num_free:

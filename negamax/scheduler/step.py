@@ -48,12 +48,12 @@ def is_sharded(longest_run: int, num_shards: int) -> bool:
 
 
 def bound_shard(num_tokens: int, *, num_runs: int, num_shards: int) -> int:
-    """Return an upper bound of a rank's tokens if each chunk has two parts per rank."""
+    """Return an upper bound of a rank's tokens if each run is split into two pieces per rank."""
     return min(num_tokens, -(-num_tokens // num_shards) + 2 * num_runs)
 
 
 class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies the expert in slot `source` of a layer to slot `target`."""
+    """Request to copy the expert in slot `source` of a layer to slot `target` of the layer."""
 
     layer: int
     source: int
@@ -61,7 +61,7 @@ class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Moves of experts before a step. All `moves` of a step are simultaneous."""
+    """Moves of experts that run before a step. All `moves` of a step are simultaneous."""
 
     version: int  # number of steps so far that moved experts, including this step
     wants_counts: bool = False  # whether the result counts the selections of each expert
@@ -81,7 +81,7 @@ class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies between KV blocks and host blocks. Stores (copies to host blocks) run before loads.
-    The copies run after all earlier steps and in parallel with the step of the plan.
+    The copies of a plan start after all earlier steps and run in parallel with the plan's step.
     """
 
     stored_blocks: list[int]  # KV blocks to copy to host blocks
@@ -96,7 +96,7 @@ ROWS_PER_PAGE = 16  # number of image embeddings in a page
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image that one rank encodes before the step, while other ranks contribute zeros for it."""
+    """An image that one rank encodes before the step. Other ranks add zeros to its embeddings."""
 
     rank: int  # rank that encodes the image, see `ParallelLayout.encoder_rank`
     pages: list[int]  # pages that store the image's embeddings, in order
@@ -108,7 +108,7 @@ class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_last(self) -> bool:
-        """Whether the job computes the image's embeddings."""
+        """Whether the job runs the tower's last layers, which compute the image's embeddings."""
         return self.parts[1] == self.parts[2]
 
 
@@ -149,7 +149,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A row that samples, and whose tokens a grammar or a thinking budget may constrain."""
+    """A sampling row whose tokens a grammar or a thinking budget may constrain."""
 
     row: int  # index of the row in the plan
     request_id: str
@@ -158,8 +158,8 @@ class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Allowed tokens of a step's grammar rows, sent after the plan. `rows` has an entry for each
-    sample with a mask, in order. The worker rejects a row's draft tokens after the row's last mask.
+    """Allowed tokens of a step's grammar rows, sent after the plan. `rows` lists the row of each
+    sample that has a mask. The worker rejects the draft tokens after the last mask of a row.
     """
 
     step_id: int
@@ -170,7 +170,7 @@ class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowFailures(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Errors of slots that failed on a rank at the launch of step `step_id`."""
+    """Errors, by slot, of the rows that failed on one rank when step `step_id` was launched."""
 
     step_id: int
     errors: dict[int, str]

@@ -37,12 +37,12 @@ class Turns:
         return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:
-        """Return how many sequences may run if each must generate in one of the plans in flight."""
+        """Return how many sequences can run if each generates in one of the plans in flight."""
         stages = self._num_stages
         return max_num_seqs if stages == 1 else min(max_num_seqs, stages * budget)
 
     def planned(self, sequences: list[Sequence], needs_sampling: list[bool]) -> None:
-        """Record that the sampling rows of this plan have no known last token yet."""
+        """Record that the last tokens of this plan's sampling rows are not known yet."""
         if self._num_stages > 1:
             for sequence, is_sampled in zip(sequences, needs_sampling, strict=True):
                 if is_sampled:

@@ -45,8 +45,8 @@ class WaitingQueue:
     ) -> Sequence | None:
         """Return the next sequence to admit, or None if no sequence waits.
 
-        `num_rows`: tenant -> number of its running rows. `after`: tenant -> order of its first
-        unfinished prompt; later requests of this tenant are skipped.
+        `num_rows` maps a tenant to its number of running rows. `after` maps a tenant to the order
+        of its first unfinished prompt. Later requests of this tenant are skipped.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:
@@ -62,8 +62,8 @@ def rank_waiting(sequence: Sequence, num_rows: Mapping[str, int]) -> tuple[int, 
 def choose_victim(
     running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
 ) -> Sequence:
-    """Return the row to preempt so that `sequence` may grow. Of `sequence` and later rows with the
-    worst priority, choose the last row of a tenant with most rows.
+    """Return the row to preempt so that `sequence` may grow. Of `sequence` and all later rows,
+    choose by worst priority, then by most rows of the tenant, then the last row.
     """
     if len(num_rows) == 1:
         return running[-1]
@@ -74,9 +74,9 @@ def choose_victim(
 def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
-    """Return rows that may be preempted for a waiting sequence, and their tenant. The rows are
-    sorted by computed tokens, and their priority is not better than that of the sequence. The
-    returned tenant has the most running rows.
+    """Return rows that may be preempted for a waiting sequence, and their tenant. No row has a
+    better priority than the waiting sequence. The rows are sorted by computed tokens. The returned
+    tenant has the most running rows.
     """
     rows = [
         row
