@@ -31,7 +31,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class _GenerationTag(Extension):
-    """Renders the content of {% generation %}, a tag that marks answers for training."""
+    """Renders the content of the tag {% generation %}, which marks answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -186,7 +186,7 @@ class ChatTemplate:
     def render_values(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """Render in this process, without limits. Raises `MemoryError` and errors of `render`."""
+        """Render in this process, without limits. Raises `InvalidRequestError` or `MemoryError`."""
         try:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):
@@ -202,7 +202,7 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=4)  # Engines of one process mostly have the same template.
 def _compile(source: str) -> tuple[frozenset[str], jinja2.Template]:
-    """Return the variables that `source` reads, and its template."""
+    """Return the variables that template `source` reads, and the compiled template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )

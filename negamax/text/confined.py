@@ -26,7 +26,7 @@ _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
 
 def compute_limits(kind: str, num_bytes: int) -> tuple[float, int, int]:
-    """Return the limits of a call: processor seconds, bytes of memory, and bytes of the answer.
+    """Return a call's limits for processor seconds, bytes of memory and bytes of the answer.
 
     `num_bytes` is the size of the arguments. For each byte of dense text, tokenizing takes 2
     microseconds and 430 bytes of memory. Decoding the largest images takes 3 s and 1 GB.
@@ -61,7 +61,7 @@ class Confined:
 
     def __init__(self, kind: str, *setup: Any, origin: str, has_secrets: bool = True) -> None:
         """`kind` and `setup` are the arguments of `confined_process.load`. Error messages call the
-        function `origin`. `has_secrets` is an argument of `supervision.spawn`.
+        function `origin`. Without `has_secrets`, processes get only harmless environment variables.
         """
         self._has_secrets = has_secrets
         self._setup = json.dumps([kind, *setup]).encode()
@@ -73,7 +73,7 @@ class Confined:
         self._idle: list[Connection] = []  # idle child processes; at most one per server thread
 
     def load(self) -> Any:
-        """Start the process. Return the properties of a template. Raises `CheckpointError`."""
+        """Start the process, and return a template's properties. Raises `CheckpointError`."""
         with self._lock:
             self._load()
             return self._facts

@@ -29,8 +29,8 @@ from negamax.text.tokenizer import Tokenizer
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
     """Load the code of `kind`. Return a template's properties, and the function that answers calls.
 
-    The `setup` of a "chat template" is (source, variables, name), and the `setup` of a "tokenizer"
-    is (folder). An "image decoder" has no `setup`. Raises `CheckpointError` if loading fails.
+    `setup` is (source, variables, name) for a "chat template", (folder) for a "tokenizer", and
+    empty for an "image decoder". Raises `CheckpointError` if loading fails.
     """
     if kind == confined.IMAGE_DECODER:
         from negamax.images.decode import decode_image  # slow: imports Pillow
@@ -100,7 +100,7 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
 
 
 def _limit(seconds: float, num_bytes: int) -> None:
-    """Set limits for this process: `seconds` of processor time and `num_bytes` of further memory.
+    """Limit this process to `seconds` of processor time and `num_bytes` of additional memory.
 
     The operating system ends the process after `seconds`. The limit of memory works only on Linux.
     """

@@ -59,7 +59,7 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
-        """Add token ids. Return held and new text that cannot be part of a stop string."""
+        """Add token ids. Return all text, held or new, that cannot be part of a stop string."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -128,7 +128,7 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move `num_chars` held characters to `ready`; split added tokens if `may_split_tags`."""
+        """Move `num_chars` held characters to `ready`. Split added tokens if `may_split_tags`."""
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:

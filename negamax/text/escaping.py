@@ -3,8 +3,8 @@
 A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...).
 Without escapes, a message with the text of a control token could end its turn early. Before
 rendering, `TokenEscaper` inserts an escape character into each token text of a string. Control
-tokens that the template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control
-tokens without escapes as tokens, and encodes other text as ordinary text without the escapes.
+tokens that the template itself writes contain no escape. `Tokenizer.encode_escaped` encodes only
+control tokens without escapes as tokens. It removes the escapes from all other text.
 """
 
 import re
@@ -88,7 +88,7 @@ def _escape(
     is_inserted: bool = False,
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
-    """Escape a JSON value's strings. Templates write values of the keys in `inserted` into tags."""
+    """Escape the strings of a JSON value. Templates put values of keys `inserted` inside tags."""
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):

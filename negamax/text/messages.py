@@ -74,9 +74,9 @@ def normalize_messages(
     - Null or missing content becomes "". Parts with text become parts of type text. Images become
       parts of type image and are appended to `images` in the order of the prompt. If `images` is
       None, the server does not read images.
-    - Other images, documents, recordings and videos become notes (`unseen_note`), or are refused if
-      models of `family` can read such parts. Other parts without text become notes in user and tool
-      messages, and are dropped from answers.
+    - Images that are not read, documents, recordings and videos become notes (`unseen_note`), or
+      are refused if models of `family` can read such parts. All remaining parts without text become
+      notes in user and tool messages, and are dropped from answers.
     - Reasoning in `reasoning_content`, in a similar field, in reasoning parts or in a think block
       at the start of the content becomes `reasoning_content`.
     - Parts that are tool calls become `tool_calls` if the message has no `tool_calls`. Parts that
@@ -211,9 +211,9 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Split an answer with reasoning tags in its content into reasoning and content.
 
     A think block at the start of the content is the reasoning. A later think block is a quotation.
-    A closing tag without an opening tag is a quotation if it follows a quotation mark. The
-    reasoning is "" for a quotation, so that templates do not split the content at its tags. Without
-    a quotation the reasoning is None, and the template may split the content.
+    A closing tag without an opening tag is a quotation if it follows a quotation mark. For a
+    quotation, the returned reasoning is "", so that templates do not split the content at the
+    quoted tags. If it is None, templates may split the content.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -321,7 +321,7 @@ def _read_content(
     joins_notes: bool = True,
     takes_images: bool = False,
 ) -> str | list[Any]:
-    """Return content as text or as text parts. `joins_notes` puts each note on a separate line.
+    """Return content as text or as text parts. With `joins_notes`, each note is a separate line.
 
     The reasoning parts of an answer are appended to `thoughts`, which is None for other messages.
     """
@@ -374,7 +374,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first nonempty reasoning text, "" if all texts are empty, None without a text."""
+    """Return the first nonempty reasoning text, "" if all texts are empty, or None if absent."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
@@ -462,7 +462,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_truncated(call: Mapping[str, Any]) -> bool:
-    """Return whether the call's arguments were not a JSON object."""
+    """Return whether the arguments of the original call were not a JSON object."""
     return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
 

@@ -29,7 +29,7 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An answer with conditions. An absent condition is always true."""
+    """An answer, and the conditions for it. A condition that is None is always true."""
 
     # "tool" requires tool results after the last answer, "user" requires only user messages
     role: Literal["user", "tool"] | None = None
@@ -40,7 +40,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
 
     def fits(self, prompt: str, *, role: str, message: str) -> bool:
-        """Return whether the rule's conditions are true. `message`: text of the new messages."""
+        """Return whether the rule's conditions are true. `message`: text after the last answer."""
         return (
             self.role in (None, role)
             and (self.message is None or re.search(self.message, message) is not None)
@@ -107,7 +107,7 @@ class ScriptedAnswers:
         return [self._eos]
 
     def _open(self, rule: Rule, body: str, prompt: str) -> str:
-        """Return the answer to `prompt`. `body` begins with the closing think tag."""
+        """Return the answer to `prompt`. `body`: the answer from the closing think tag on."""
         if self._format.opens_reasoning(prompt):
             return rule.thinking + body
         return body.partition(self._format.think_close)[2].lstrip("\n")

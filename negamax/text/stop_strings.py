@@ -46,7 +46,7 @@ class StopMatcher:
         return None, len(text), state
 
     def depth(self, state: int) -> int:
-        """Return the length of the suffix of `state`, which is the text to hold back."""
+        """Return the length of the suffix that `state` represents, which must be held back."""
         return self._depth[state]
 
     def _insert(self, stop: str) -> None:
@@ -79,7 +79,7 @@ class StoppableText:
     def __init__(
         self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool
     ) -> None:
-        """`out` receives the text, which includes the stop string if `is_included`."""
+        """`out` receives the text, with the stop string only if `is_included`."""
         self._out = out
         self._stops = stops
         self._is_included = is_included
@@ -116,7 +116,7 @@ class StoppableText:
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """Begin or continue content. `is_before_word`: leading space matches no stop string."""
+        """Begin or continue content. With `is_before_word`, no match begins in leading space."""
         self.release()
         self._is_before_word = is_before_word
 

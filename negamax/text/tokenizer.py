@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether `encode` waits for another process. Event loops call `encode` in a thread."""
+        """Whether `encode` waits for another process, so event loops must call it in a thread."""
         return self._confined is not None
 
     def encode(
@@ -149,7 +149,7 @@ class Tokenizer:
     def encode_parts(
         self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Encode parts of a prompt. `max_tokens` limits all ids together. Raises like `encode`."""
+        """Encode the parts of a prompt, up to `max_tokens` ids in total. Raises like `encode`."""
         if self._confined is not None and parts:
             numbers = array("I", self._confined.call(parts))
             _check_count(len(numbers) - len(parts), max_tokens)
@@ -231,7 +231,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. Without added tokens, nothing matches."""
+        """Pattern of all added tokens, longest first. If there are none, it matches nothing."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -277,7 +277,7 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling, or its UTF-8 if a character maps to no byte."""
+    """Return the bytes of a byte-level spelling, or its UTF-8 if a character represents no byte."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:
@@ -297,7 +297,7 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
 
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
-    """Return whether the text before an added token never changes the tokens after this token."""
+    """Return whether text before an added token cannot influence the tokens after it."""
     changes_all = definition.get("truncation") or definition.get("padding")
     if changes_all or definition["model"].get("dropout"):
         return False

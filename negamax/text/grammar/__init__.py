@@ -1,1 +1,1 @@
-"""Write grammars of structured output for the compiler xgrammar."""
+"""Write grammars of structured output, which xgrammar compiles."""

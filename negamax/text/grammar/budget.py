@@ -31,7 +31,7 @@ class Budget:
     def restore_on_refusal(self, *, is_final: bool) -> Iterator[list[str]]:
         """Catch a refusal in the `with` block, keep its message, and refund the cost of the block.
 
-        With `is_final` the refusal is raised again. From refusal number `MAX_REFUSALS` on, costs
+        If `is_final`, raise the refusal again instead. From refusal number `MAX_REFUSALS` on, costs
         are not refunded, so that many large schemas together exceed the budget.
         """
         spent, refusals = (self._nodes, self._bytes), list[str]()
@@ -46,7 +46,7 @@ class Budget:
                 self._nodes, self._bytes = spent
 
     def note_format(self, *, is_harmless: bool) -> None:
-        """Count a format of a client's structural tag. Many formats in a tag compile slowly."""
+        """Count a format of a client's structural tag. A tag with many formats compiles slowly."""
         self._formats += 1
         self.is_risky |= not is_harmless or self._formats > RISKY_FORMATS
 

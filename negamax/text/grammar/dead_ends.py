@@ -49,8 +49,8 @@ class _Symbol(NamedTuple):
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
     """Return a message if an output can reach a dead end, else None.
 
-    At a dead end the output cannot end and may have no allowed token. Tokens in `stop_token_ids`
-    are not treated as tags of the grammar. The search takes time linear in the size of the grammar.
+    After a dead end, the output cannot end, and maybe no token is allowed. `stop_token_ids` are no
+    tags of the grammar. The search takes time linear in the size of the grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] not in VERSIONS:
@@ -142,7 +142,7 @@ def _has_characters(items: list[int]) -> bool:
 
 
 def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
-    """Return the rules that produce a finite text. `ways` are pairs (rule, rules that it needs)."""
+    """Return the rules that produce a finite text. `ways`: (rule, rules in one alternative)."""
     finite: set[RuleT] = set()
     found: list[RuleT] = []
     users: dict[RuleT, list[tuple[RuleT, list[int]]]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """Write GBNF grammars for JSON that follows a schema, and for texts of a regular language.
 
-Numbers have no needless fractions and exponents. Members of objects are in the order of the schema.
-Strings with length limits contain only the escapes that JSON requires, so that rules can count the
-characters of a string.
+The grammars allow no needless fractions and exponents in numbers. Members of objects are in the
+order of the schema. Strings with length limits contain only the escapes that JSON requires, so that
+rules can count the characters of a string.
 """
 
 import json
@@ -108,10 +108,10 @@ class Rules:
         return "\n".join(lines) + common
 
     def add_language(self, language: Language, *, after: str = "") -> str:
-        """Add a rule for the texts of `language`, followed by `after`, and return the rule's name.
+        """Add a rule for a text of `language` and then `after`, and return the rule's name.
 
-        The rules form an automaton with one rule per state. The compiler computes token masks of
-        one-state rules quickly. Repeated blocks represent long runs of one character class.
+        The rules form an automaton with one rule per state. The compiler quickly computes the token
+        masks of rules with one state. Repeated blocks represent long runs of one character class.
         """
         key = (language.ended, after)
         if key in self._written:
@@ -162,7 +162,7 @@ class Rules:
         return self.define(self.new_name("words"), [way])
 
     def _add_chain(self, ranges: Ranges, length: int, *, last: str = "") -> str:
-        """Add a rule for `length` characters, or for at most `length` and then the rule `last`."""
+        """Add a rule for `length` characters, or for up to `length` characters before `last`."""
         start = self._chains.setdefault(
             (ranges, last), f"{'tail' if last else 'block'}_{len(self._chains)}"
         )
@@ -367,7 +367,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return the alternatives after all listed entries. `count`: written entries so far."""
+            """Return the alternatives that follow all listed entries. `count`: entries so far."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways

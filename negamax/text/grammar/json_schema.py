@@ -57,7 +57,7 @@ _MAX_COMPARED_LEVELS = 3  # maximum nesting levels of compared alternatives
 
 
 class Schemas:
-    """The schemas of one document. With `infers`, keywords imply a missing `type`."""
+    """The schemas of one document. With `infers`, a missing `type` follows from the keywords."""
 
     def __init__(
         self, root: Any, *, strict: bool, infers: bool | None = None, budget: Budget | None = None
@@ -407,7 +407,7 @@ class Schemas:
         listed: dict[str, Nodes],
         choose: Callable[[str | None, Iterable[str]], Nodes],
     ) -> list[tuple[Language | None, Nodes]]:
-        """Return each language of unlisted names with the schemas of members with such names."""
+        """Return pairs (language of unlisted names, schemas of the members with these names)."""
         languages = self.languages
         base: list[Language] = []
         if allowed:
@@ -437,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts except `names`. Texts with the start of a long name are excluded too."""
+        """Return all texts except `names`. Texts that begin like a long name are excluded too."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None
@@ -546,7 +546,7 @@ _ANNOTATIONS = {
 
 
 def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
-    """For every combination of one branch per group, join the branches' schemas."""
+    """Choose one branch per group in every possible way, and join the schemas of each choice."""
     found: list[Nodes] = [()]
     for group in groups:
         if len(group) > 1 or len(found) > 1:
@@ -560,7 +560,7 @@ def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
 
 
 def _conjoin(schemas: Iterable[Any]) -> Nodes:
-    """Join schemas and sequences of schemas to one sequence. None values are skipped."""
+    """Flatten schemas and tuples of schemas to one tuple, without None and duplicates."""
     found: dict[int, Any] = {}
     for schema in schemas:
         for part in schema if isinstance(schema, tuple) else (schema,):

@@ -121,7 +121,7 @@ class Languages:
         return Language(self.join([part, self.end]), part if self._is_plain[part] else None)
 
     def containing(self, alternatives: Sequence[tuple[Sequence[int], bool]]) -> Language:
-        """Return the language of the texts that contain a match of an alternative.
+        """Return the language of the texts that contain a match of any of the alternatives.
 
         Each alternative is a pair: a sequence of expressions or markers, and a flag. The flag is
         set if the last expression matches up to the end of the text.
@@ -178,7 +178,7 @@ class Languages:
         return None if isinstance(known, int) else known
 
     def _find_states(self, start: int, most: int) -> list[State] | int:
-        """Return the states, or a limit that the number of states exceeds."""
+        """Return the automaton's states, or a limit if the automaton has more states."""
         numbers, order, num_steps = {start: 0}, [start], 0
         steps: list[list[tuple[Ranges, int]]] = []
         for state in order:  # `order` grows within the loop
@@ -271,7 +271,7 @@ class Languages:
         return ranges
 
     def read_run(self, language: Language) -> tuple[Ranges, int, int | None] | None:
-        """If a language repeats one character class, return class and repeat limits, else None."""
+        """Return (class, least, most) if `language` repeats one character class, else None."""
         if language.plain is None:
             return None
         match self.nodes[language.plain]:

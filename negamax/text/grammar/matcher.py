@@ -1,4 +1,4 @@
-"""Compile grammars for one vocabulary, and match tokens, both with xgrammar.
+"""Use xgrammar to compile grammars for one vocabulary, and to match tokens.
 
 Only the grammar process imports this module, because xgrammar imports torch, which takes seconds.
 """
@@ -85,8 +85,8 @@ class GrammarCompiler:
 
 class TagBits:
     """Mask bits of the tags that are tokens. In raw text up to a closing tag, xgrammar allows every
-    token, including all tags. Where a grammar requires a tag, xgrammar allows only some tags. A
-    mask that allows all tags therefore belongs to raw text.
+    token, including all tags. Where a grammar requires a tag, xgrammar allows only some tags.
+    Therefore, if a mask allows all tags, the output is in raw text.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class GrammarMatcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether an end token has ended the output where the grammar allows an end."""
+        """Whether the grammar has accepted an end token, which ended the output."""
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
@@ -135,7 +135,7 @@ class GrammarMatcher:
 
 
 def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
-    """Return a token's bytes: b"" for control tokens, invalid UTF-8 for `token_tags`."""
+    """Return a token's bytes, but b"" for control tokens and invalid UTF-8 for `token_tags`."""
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
         return text

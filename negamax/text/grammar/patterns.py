@@ -103,7 +103,7 @@ class _PatternReader:
         return found
 
     def _read_whole(self) -> tuple[list[int], bool]:
-        """Read an alternative outside groups. Return (parts, whether one is a lookahead)."""
+        """Read an alternative outside groups. Return its parts, and whether one is a lookahead."""
         languages, parts = self._languages, list[int]()
         while self._peek() not in ("", "|", ")"):
             is_wanted = self._take("(?=")
@@ -265,7 +265,7 @@ def read_number_bounds(
 ) -> Language:
     """Return the language of the numbers from `low` to `high` in decimal without exponents.
 
-    The absolute value of a number matches each pattern in `steps` (from `write_multiples`).
+    The absolute value of each number must match all patterns in `steps` (from `write_multiples`).
     """
     magnitude = languages.both(
         _read_digits(text, languages)
@@ -333,7 +333,7 @@ def _write_at_least(bound: Decimal, is_open: bool) -> str:
 
 
 def _list_larger(digits: str) -> list[str]:
-    """Return patterns of beginnings of all numbers > `digits` that have as many digits."""
+    """Return patterns for the first digits of all numbers > `digits` with the same length."""
     return [
         f"{digits[:place]}[{int(digit) + 1}-9]" for place, digit in enumerate(digits) if digit < "9"
     ]

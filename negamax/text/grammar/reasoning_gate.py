@@ -18,7 +18,7 @@ class _GateState(enum.Enum):
 class ReasoningGate:
     """Tracks the reasoning of one output.
 
-    After `budget` tokens of reasoning the gate requires the closing tokens. With `calls_end_it`
+    After `budget` tokens of reasoning the gate requires the closing tokens. If `calls_end_it` is
     set, the opening tag of a call block also ends the reasoning. `token_bytes` is required if a tag
     of the reasoning is not a single token.
     """
@@ -67,7 +67,7 @@ class ReasoningGate:
         """Add the next token, and return the part of the token that belongs to the content.
 
         The returned part is the token, its last bytes, or None. If reasoning is optional, the
-        grammar contains the reasoning, so every token belongs to the content.
+        grammar also describes the reasoning, and every token counts as content.
         """
         if self._due:
             self._due.popleft()
@@ -92,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Open the reasoning if the output begins with its opening tag, else close the gate."""
+        """Open the gate if the output begins with the opening tag of reasoning, else close it."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED

@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def find_members(node: Mapping[str, Any], name: str | None, matched: Iterable[str]) -> Nodes:
-    """Return schemas of `name` (None: unlisted members). `matched`: patterns that match `name`."""
+    """Return schemas of member `name` (None: unlisted). `matched`: patterns that match `name`."""
     found = []
     if name is not None and name in (listed := get_map(node, "properties")):
         found.append(listed[name])
@@ -82,7 +82,7 @@ def read_number(value: Any) -> Decimal | None:
 def read_bounds(
     node: Mapping[str, Any],
 ) -> tuple[list[tuple[Decimal, bool]], list[tuple[Decimal, bool]]]:
-    """Return the lower and upper bounds of numbers in `node`, each with a flag: is it exclusive?"""
+    """Return (bound, is exclusive) for lower bounds and for upper bounds of numbers in `node`."""
     found: list[list[tuple[Decimal, bool]]] = []
     for sign, side in ((-1, "inimum"), (1, "aximum")):
         limit, exclusive = f"m{side}", f"exclusiveM{side}"
@@ -94,7 +94,7 @@ def read_bounds(
 
 
 def read_limits(branch: Nodes, lower: str, upper: str) -> tuple[int, int | None]:
-    """Return the largest lower and smallest upper limit that schemas state (None: no limit)."""
+    """Return the largest lower limit and the smallest upper limit in `branch` (None: no limit)."""
     lows = [count for node in branch if (count := read_count(node.get(lower))) is not None]
     highs = [count for node in branch if (count := read_count(node.get(upper))) is not None]
     most = min(highs, default=None)

@@ -37,7 +37,7 @@ class NumberShape:
 
 @dataclass(frozen=True, eq=False)
 class ArrayShape:
-    """An array of `least` to `most` items, with schemas of the `first` items and of later items."""
+    """An array of `least` to `most` items, with schemas for `first` items and for the `others`."""
 
     first: tuple[Nodes, ...]
     others: Nodes

@@ -103,7 +103,7 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
 
 
 def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
-    """Prepend the formats of an optional reasoning and of line breaks to `content`."""
+    """Prepend formats of optional reasoning and of line breaks to the format `content`."""
     if reasoning is None:
         return content
     if reasoning.max_newlines:
@@ -137,7 +137,7 @@ def _read_schemas(part: Any, budget: Budget) -> Any:
 
 
 def _read_format(value: Any, budget: Budget) -> Format:
-    """Read a client's structural tag, which has `format`, or `structures` and `triggers`."""
+    """Read a client's structural tag: field `format`, or fields `structures` and `triggers`."""
     if isinstance(value.get("format"), dict):
         given: Format = _read_schemas(value["format"], budget)
         return given

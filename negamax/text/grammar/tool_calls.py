@@ -40,7 +40,7 @@ MAX_NAME_CHARS = 512  # maximum characters of a tool or argument name that the p
 
 
 class CallStyle(ABC):
-    """A model family's syntax of calls. Methods return formats and count schema nodes."""
+    """A model family's syntax of calls. Methods return formats and count the schemas' nodes."""
 
     name: str
     end_of_text: str  # text that ends a raw string.
@@ -60,18 +60,18 @@ class CallStyle(ABC):
 
     @abstractmethod
     def block(self, calls: Format) -> Format:
-        """Return the format of a call block around `calls`."""
+        """Return the format of a call block that contains `calls`."""
 
     @abstractmethod
     def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
         """Return the format of text that may contain blocks, or at most one block if `once`.
 
-        With `no_other_calls`, the text contains no calls outside the format `block`.
+        With `no_other_calls`, the text contains only calls that match the format `block`.
         """
 
     @abstractmethod
     def any_argument(self, name: Format, value: Format) -> Format:
-        """Return the format of an argument whose name has the format `name`."""
+        """Return the format of an argument, given the formats of its name and of its value."""
 
     def nest(
         self, shape: ArrayShape | ObjectShape, schemas: Schemas, *, depth: int
@@ -186,7 +186,7 @@ class CallStyle(ABC):
         return part
 
     def _string(self, shape: TextShape, schemas: Schemas) -> Format:
-        """Return the format of a raw string that has the limits of `shape` and no closing tag."""
+        """Return the format of a raw string that follows `shape` and contains no closing tag."""
         languages = schemas.languages
         if shape.language is not None:
             closer = languages.containing([([languages.text(self.end_of_text)], False)])
@@ -226,7 +226,7 @@ def tool_grammar(
     parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """Return the grammar of an answer that may or must call `tools`, or None if no limit applies.
+    """Return the grammar of an answer that may or must call `tools`, or None if all is allowed.
 
     `choice` is "auto", "required" or "function". With choice "function", the answer calls the tool
     `name` once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
@@ -271,7 +271,7 @@ class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules of an answer with tools. `tool_grammar` writes the fields to `Grammar.text`."""
+    """The rules of an answer with tools, which `tool_grammar` writes to `Grammar.text` as JSON."""
 
     style: str
     tag_ids: dict[str, int]

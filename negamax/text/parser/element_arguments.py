@@ -5,15 +5,15 @@ or an array if the name of every child is `item`. An element with text is a stri
 bare words true, false and null. White space and other text between elements are dropped. The
 parser emits strings, and objects and arrays of a known type, before they are complete.
 
-A member of unknown type in a nested object is written at the end of this object, because the values
-of a repeated name become a list. Text of a member that may be an array is also written at the end
-of the object, because arrays and items of one name are joined. If an element after an array has the
-name of the array, the element adds items to the array. If other elements are between the array and
-a later element of its name, the whole array is written again at the end of the object. Any other
-member with a repeated name is written twice. Common JSON readers use the last value.
+In a nested object, a member of unknown type is written at the end, because the values of a repeated
+name become a list. If a member may be an array, its text is also written at the end, because arrays
+and items of one name are joined. If an element after an array has the name of the array, the
+element adds items to the array. If other elements separate the array from a later element of its
+name, the whole array is written again at the end of the object. Any other member with a repeated
+name is written twice. Common JSON readers use the last value.
 
-If text in a container begins with a marker, the model omitted the opening tag of an element, and
-the closing tag contains the element's name.
+If text in a container begins with the marker of the format's tags, the model omitted the opening
+tag of an element, and the closing tag contains the element's name.
 """
 
 import enum
@@ -39,7 +39,7 @@ _WORDS = ("true", "false", "null")  # if the type is unknown, these words are no
 
 
 class _Shape(enum.Enum):
-    """The type of an element. Children decide whether a TREE becomes an object or an array."""
+    """The type of an element. The children of a TREE decide if it becomes an object or an array."""
 
     UNDECIDED = "text, or nothing yet"
     STRING = "a string that is being written"
@@ -80,7 +80,7 @@ class _Element:
 
 
 class ElementArguments:
-    """The arguments of one call. Only the open `CallBlock` changes an object of this class."""
+    """The arguments of one call, which only the open `CallBlock` changes."""
 
     __slots__ = ("_calls", "_marker", "_open", "_wrongly_closed", "lost")
 
@@ -129,7 +129,7 @@ class ElementArguments:
         return self._open[-1].schema.lists(name)
 
     def add_text(self, text: str) -> None:
-        """Add text. In a container, the next tag decides whether the text is dropped."""
+        """Add text. The next tag decides whether the text of a container is dropped."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
@@ -172,7 +172,7 @@ class ElementArguments:
 
         A closing tag with a wrong name also ends an element with text. The correct closing tag may
         follow the wrong tag. The closing tag of an outer element also closes all inner elements.
-        Any other closing tag of an element that is not open is dropped.
+        Closing tags of all other elements that are not open are dropped.
         """
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
@@ -210,8 +210,8 @@ class ElementArguments:
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
         """Drop the text of a container if the text contains no arguments.
 
-        A marker before the element `before` may be the rest of an opening tag. If exactly one
-        listed member can contain the element `before`, this member is opened.
+        Text that is only a marker may be the rest of an opening tag. If the element `before`
+        follows, and exactly one listed member can contain this element, open this member.
         """
         text, element.text = "".join(element.text), []
         is_marked, is_blank = element.is_marked, element.is_blank
@@ -256,7 +256,7 @@ class ElementArguments:
         return can_hold and (element.is_marked or element.schema.lists(name))
 
     def _add_unopened(self, element: _Element, name: str) -> None:
-        """Add the text of the container `element` as the member `name` of this container."""
+        """Make the text of the container `element` its member `name`, which has no opening tag."""
         text, element.text = "".join(element.text), []
         is_marked, element.is_marked = element.is_marked, False
         element.is_blank = True
@@ -434,7 +434,7 @@ class ElementArguments:
         return WaitingMember(element.name, value, items)
 
     def _continue(self, array: _Element, element: _Element) -> None:
-        """Add the text of `element` as items to `array`, the element before `element`."""
+        """Add the text of `element` as items to `array`, which is the previous element."""
         self._open[-1].ended = array
         if element.is_blank:
             return
@@ -461,7 +461,7 @@ class ElementArguments:
 
 
 def _may_be_word(text: str, types: frozenset[str]) -> bool:
-    """Return whether `text` may be the start of a word such as null, which is not a string."""
+    """Return whether `text` may begin a bare word such as null, which is no string."""
     if not types:
         return any(word.startswith(text.strip()) for word in _WORDS)
     return "null" in types and "null".startswith(text)

@@ -31,7 +31,7 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """A call ends with a whole JSON object as arguments. A truncated call has no `ToolCallEnd`."""
+    """The end of a call with complete JSON arguments. A truncated call has no `ToolCallEnd`."""
 
     index: int
 

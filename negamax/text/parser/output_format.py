@@ -61,7 +61,7 @@ class CallWriter:
 
     @property
     def mark(self) -> int:
-        """The number of written parts of the arguments. `text_since` accepts this number."""
+        """The number of parts of the arguments written so far, for `text_since`."""
         return len(self._written)
 
     def text_since(self, mark: int) -> str:
@@ -72,7 +72,7 @@ class CallWriter:
         self._arguments(self._lead(key) + value)
 
     def open_string(self, key: str | None) -> None:
-        """Begin a string. `string_text` adds the parts of the string."""
+        """Begin a string, to which each call of `string_text` adds text."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
@@ -128,7 +128,7 @@ class CallBlock(ABC):
     def __init__(
         self, calls: CallWriter, *, schemas: ToolSchemas, opener: str, show: Callable[[str], None]
     ) -> None:
-        """`opener` is "" for a call without a block. `show` receives text outside calls."""
+        """`opener`: the opening tag, or "" without a block. `show` receives text outside calls."""
         self._calls = calls
         self._schemas = schemas
         self._opener = opener
@@ -150,7 +150,7 @@ class CallBlock(ABC):
 
     @abstractmethod
     def finish(self, *, is_truncated: bool) -> None:
-        """End the output within the block. `is_truncated` means that the model was interrupted."""
+        """Process the end of the output in the block. `is_truncated`: the model was interrupted."""
 
     def _begin_calls(self) -> None:
         self._has_calls = True
@@ -174,7 +174,7 @@ class CallBlock(ABC):
             self._calls.end_call()
 
     def _show_unread(self, closer: str = "") -> None:
-        """Show text between calls, or a whole block without calls, as content."""
+        """Emit unread text between calls, or a whole block that contains no calls, as content."""
         text, self._unread, self._num_tried = "".join(self._unread), [], 0
         if text.strip():
             self._show(text.strip() if self._has_calls else f"{self._opener}{text}{closer}")
@@ -215,7 +215,7 @@ class OutputFormat:
 
     @property
     def ends_in_content(self) -> bool:
-        """Whether only content can follow the reasoning: no calls and no second reasoning."""
+        """Whether only content, and neither calls nor more reasoning, can follow the reasoning."""
         has_calls = any(p.kind is not TagKind.LOOSE_THINK_CLOSE for p in self.patterns)
         return not (has_calls or self.may_think_again or self.call_open in self.literals)
 

@@ -1,8 +1,8 @@
 """Split streamed text into reasoning, content and tool calls by a state machine.
 
 The state is reasoning, content or call block. The `CallBlock` of a model family reads the inside of
-a block. The events depend only on the text and not on how the text is split into pieces, so a
-stream and a parsed whole answer have the same content.
+a block. The events together depend only on the text, not on its split into pieces. A streamed
+answer and an answer that is parsed as a whole therefore have the same content.
 
 Rules for every format:
 - Reasoning ends at its closing tag or at the start of a call block. A second opening tag before the
@@ -11,8 +11,8 @@ Rules for every format:
   first word of content are content. With `OutputFormat.may_think_again`, an opening think tag in
   content begins reasoning if no quotation mark precedes the tag.
 - The opening tag of a call block begins a block at the start of a line of content, before an invoke
-  tag, and at the end of the output. In content, the opening tag of a block also begins a block if
-  its closing tag follows; elsewhere, the tag is quoted text.
+  tag, and at the end of the output. In content, the opening tag also begins a block if the closing
+  tag follows directly. Otherwise, the opening tag is quoted text.
 - A call in a code block or inline code of Markdown is quoted text.
 - A closing think tag of another family ends reasoning if a line break or a call follows.
 - Unreadable text of a call block becomes content. A call with an unreadable argument is dropped, or
@@ -152,7 +152,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Parse pieces and return their final events. Without `may_stop`, ignore stop strings."""
+        """Parse pieces, and return the final events. Without `may_stop`, ignore stop strings."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -217,7 +217,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Decide if the held opener begins a block. Return True if `lexeme` is white space."""
+        """Decide from `lexeme` if the held opener begins a block. Return True for white space."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
@@ -237,9 +237,9 @@ class OutputParser:
     def _decide_closer(self, lexeme: Lexeme) -> bool:
         """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
-        The held closer ends the reasoning if a line break or a call follows. If the think closer of
-        the model's family follows, the family's closer ends the reasoning. Return True if `lexeme`
-        is white space and was added to the held closer.
+        The held closer of the other family ends the reasoning if a line break or a call follows. If
+        a closer of the model's family follows, this closer ends the reasoning. Return True if
+        `lexeme` is white space and was added to the held closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text
@@ -317,7 +317,7 @@ class OutputParser:
         ]
 
     def _enter(self, state: _ParserState) -> None:
-        """Change the state. A stop string cannot span a change of state."""
+        """Change the state. No stop string can begin before the change and end after it."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state

@@ -27,8 +27,8 @@ HOLD_SECONDS = 0.05  # longest time that the text of a stream may be held back
 class Packets:
     """Resizes the fragments of one choice, and keeps the order of events.
 
-    Held text is released before an event of another kind. The caller calls `flush` at the end, and
-    when text was held for too long.
+    Held text is released before an event of another kind. The caller must call `flush` at the end,
+    and when text was held back too long.
     """
 
     __slots__ = ("_held", "_like", "_max_chars", "_min_chars", "_ready")
@@ -68,7 +68,7 @@ class Packets:
         return out
 
     def _complete(self, out: list[ParserEvent]) -> None:
-        """Emit held content. Held reasoning and arguments wait for the next complete fragment."""
+        """Emit held content. Reasoning and arguments wait until the next fragment is complete."""
         if isinstance(self._like, ContentDelta):
             self._release(out)
         else:
@@ -93,8 +93,8 @@ class Packets:
 class PacedPackets:
     """Resizes the fragments of one choice, and limits the time that text is held back.
 
-    All held text is released with the first output, when outputs arrive `HOLD_SECONDS` or more
-    apart, and when text was held back for `HOLD_SECONDS`.
+    All held text is released with the first output, if outputs arrive at intervals of at least
+    `HOLD_SECONDS`, and if text was held back for `HOLD_SECONDS`.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")

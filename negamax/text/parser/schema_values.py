@@ -39,7 +39,7 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class ToolSchemas:
-    """The declared tools of a request: objects of the OpenAI API, or their fields `function`."""
+    """The tools that a request declares, as objects of the OpenAI API or as `function` objects."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class ValueSchema:
             self._texts.update(value for value in values if isinstance(value, str))
 
     def missing(self, given: Collection[str]) -> str:
-        """Return the only listed, or else the only required, member that `given` lacks; or ""."""
+        """If `given` lacks only one listed, or only one required member, return it, else ""."""
         listed = [name for name in self._listed if name not in given]
         required = [name for name in listed if name in self._required]
         return next((only[0] for only in (listed, required) if len(only) == 1), "")
@@ -174,7 +174,7 @@ class ValueSchema:
 
 
 def _limit(names: Iterable[str]) -> list[str]:
-    """Return the first names, up to _MAX_ODD_CHARS characters in all."""
+    """Return as many of the first names as fit in _MAX_ODD_CHARS characters."""
     names = list(names)
     ends = itertools.accumulate(map(len, names))
     return [name for name, end in zip(names, ends, strict=True) if end <= _MAX_ODD_CHARS]
@@ -182,7 +182,7 @@ def _limit(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class WaitingMember:
-    """A member of an object that is written at the end of the object."""
+    """A member that is written at the end of its object."""
 
     name: str
     json: str
@@ -190,7 +190,7 @@ class WaitingMember:
 
 
 def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]:
-    """Yield the name and JSON of each member. The values of a repeated name become a list."""
+    """Yield the name and the JSON of each member. A repeated name gets a list of its values."""
     by_name: dict[str, list[WaitingMember]] = {}
     for member in members:
         by_name.setdefault(member.name, []).append(member)

@@ -20,7 +20,7 @@ class TagKind(enum.Enum):
 
     CUT means that the output ends within a tag. A LOOSE tag belongs to another family, or lacks the
     marker of its format. The parser treats a LOOSE tag as a tag only in positions where text is
-    impossible. HELD means a whole tag that the next text may extend to a longer tag.
+    impossible. HELD means a complete tag that may become a longer tag with the next text.
     """
 
     TEXT = "text"
@@ -65,12 +65,12 @@ class TagPattern:
 
 @dataclass(frozen=True, slots=True)
 class TagBeginnings:
-    """Texts that may still become a tag, in addition to the beginnings of literal tags.
+    """Describes texts that may still become a tag, in addition to the beginnings of literal tags.
 
-    The beginning of a tag is a word of `words`, the beginning of a word, or a match of `growing`.
+    Such a text is a word of `words`, the beginning of such a word, or a match of `growing`.
     `growing` must match the beginnings of all tags. Each match of `growing` contains one of the
-    `anchors`. A match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters if
-    neither `<` nor `>` follows.
+    `anchors`. A match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters, as long
+    as no `<` or `>` follows.
     """
 
     words: tuple[str, ...]
@@ -133,9 +133,9 @@ class TagLexer:
     """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
-    `token_ids` only as tokens. The text is searched for tags without a token id and for `patterns`.
-    `list_named` returns tags whose names contain angle brackets or quotes; these tags have a
-    literal `rest` and precede the patterns. The first anchor in the text triggers `list_named`.
+    `token_ids` only as tokens. It searches the text for `patterns` and for other literals.
+    `list_named` returns tags whose names contain angle brackets or quotes. These tags have a
+    literal `rest` and precede `patterns`. The lexer calls `list_named` at the first anchor.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
@@ -181,7 +181,7 @@ class TagLexer:
         return lexemes
 
     def finish(self) -> list[Lexeme]:
-        """End the output. Return the held tags, and a truncated tag as CUT."""
+        """End the output. Return the held lexemes, and a truncated tag as a CUT lexeme."""
         lexemes: list[Lexeme] = []
         rest = self._release(lexemes)
         end = self._find_beginning(rest, 0) if ">" in rest else 0

@@ -21,7 +21,7 @@ def quoted_name(tag: str) -> str:
 
 
 def tag_name(tag: str) -> str:
-    """Return the name in a tag. A quote or the equals sign may be missing: `<invoke name f">`."""
+    """Return the name in a tag, even if a quote or equals sign is missing (`<invoke name f">`)."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and not _NEXT_ATTRIBUTE.search(exact[1]):
         return exact[1]

@@ -1,4 +1,4 @@
-"""Write reasoning or content by rules for white space, and detect code in Markdown."""
+"""Write reasoning or content without surplus white space, and detect code in Markdown."""
 
 import re
 from collections.abc import Callable
@@ -112,7 +112,7 @@ class TextChannel:
         self._space = []
 
     def flush(self) -> None:
-        """Write the white space at the end of the text if the text contains other characters."""
+        """Write the white space at the end, unless the text consists only of white space."""
         if self.has_begun and self._space:
             self._out("".join(self._space))
         self._space = []
