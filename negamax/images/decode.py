@@ -23,8 +23,8 @@ def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> byt
 
     `data` is a PNG, JPEG, GIF or WEBP file in base64. `rule` and `longest` are arguments of
     `sizes.fit`. The frame is rotated upright and drawn on a white background. If `needs_pixels` is
-    false, return only the `HEADER`, with the size before the rotation. Raises
-    `InvalidRequestError`. The caller adds the image's position to the error message.
+    false, return only the `HEADER`, with the height and width of the unrotated frame. Raises
+    `InvalidRequestError`; the caller adds the image's position in the request to the message.
     """
     try:
         image = Image.open(io.BytesIO(_decode_base64(data)), formats=FORMATS)

@@ -23,7 +23,7 @@ _LEAST_AREA, _MOST_AREA = 3136, 451_584  # Minimum and maximum pixels with rule 
 
 
 def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> tuple[int, int]:
-    """Return the height and width after resizing. Only the rule "longest" reads `longest`.
+    """Return the height and width after resizing. `longest` has no effect with the rule "area".
 
     Raises `InvalidRequestError` for an aspect ratio above 200.
     """

@@ -1,1 +1,1 @@
-"""Ops of the forward pass, one folder per family, with references, kernels and a registry."""
+"""The model's ops: a folder of references and kernels per family, and a registry of all kernels."""

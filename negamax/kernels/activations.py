@@ -71,7 +71,7 @@ class QuantizedActivations:
 class ShardedActivations(QuantizedActivations):
     """Activations whose rows are sharded over `group`; the next all-reduce overwrites them.
 
-    `q` and `scale` have all ranks' rows. `hidden` has this rank's rows, from row `first` of `q` on.
+    `q` and `scale` have all rows. `hidden` has only this rank's rows, which start at row `first`.
     """
 
     group: Collective

@@ -49,7 +49,7 @@ class Kernel(Generic[P, R]):
     The forward pass calls `run`. `prepare` converts rarely changing inputs to the format that `run`
     reads: weights at load, block tables once per step. A kernel is chosen only on platforms with
     all features in `requires`. `reads` returns whether the kernel supports a weight format.
-    `activation` is a quantized format of the input that the kernel needs besides the plain values.
+    `activation` is None, or a quantized format in which the kernel also needs its input.
     """
 
     op: Op[P, R]

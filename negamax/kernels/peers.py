@@ -1,4 +1,4 @@
-"""Interfaces of kernels to other ranks: a group's collectives, and memory that all ranks can write.
+"""Define how kernels communicate between ranks: by collectives, and by memory that all ranks write.
 
 `negamax.parallel` implements `Collective`; kernels get a `Collective` as an argument.
 """
@@ -43,10 +43,10 @@ class ShardRegion:
                    [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple
                    of 16 bytes on, the outputs of `moe.route` for the rows
 
-    The region needs no flags: a `barrier` follows each of the two kernels that write. A rank writes
-    `partials` after the second barrier of the previous call, which all ranks reach after reading
-    `partials`. A rank writes `gathered` after the first barrier of this call, which all ranks reach
-    after reading the `gathered` of the previous call.
+    The region needs no flags: a `barrier` follows each of the two kernels that write. All ranks
+    read `partials` before the second barrier of a call, and write the next `partials` after this
+    barrier. All ranks read `gathered` before the first barrier of the next call, and write the next
+    `gathered` after this barrier.
     """
 
     partials: Tensor  # [world] int64, addresses, valid on this rank, of all ranks' `partials`

@@ -108,7 +108,7 @@ class KernelTable:
         return cls(platform, dtype, found)
 
     def __getitem__(self, op: Op[P, R]) -> Kernel[P, R]:
-        """Return the preferred kernel of `op`, for plain weights if the op has weights."""
+        """Return the preferred kernel of `op`; if the op has weights, the kernel for plain ones."""
         kernel = self.choose(op, PLAIN)
         assert kernel is not None, f"no kernel for plain weights of {op}"
         return kernel
@@ -116,7 +116,7 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the first kernel of `op` for `columns` columns (0: any) in the format `stored`."""
+        """Return the first kernel of `op` for format `stored` and `columns` columns (0: any)."""
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
                 return kernel
@@ -153,7 +153,7 @@ class KernelTable:
         return replace(self, candidates={**self.candidates, **chosen})
 
     def _choose_provider(self, op: AnyOp, provider: str) -> dict[AnyOp, tuple[AnyKernel, ...]]:
-        """Map `op` (and its pair) to kernels of `provider`, and ops fusing `op` to references."""
+        """Choose `provider` for `op` and its paired op, and references for ops that fuse `op`."""
         providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
         if provider not in providers:
             raise _unknown(f"provider of {op}", provider, providers, choice=f"{op}={provider}")

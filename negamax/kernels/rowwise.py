@@ -17,7 +17,7 @@ _SERIAL_LIMIT = 32_768  # number of elements from which PyTorch uses several thr
 
 
 def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
-    """Return the least multiple of `multiple` >= `num_rows` whose rows fill whole vector steps."""
+    """Round `num_rows` up to a multiple of `multiple` such that rows fill whole vector steps."""
     unit = max(multiple, _STEP // gcd(width, _STEP))
     return -(-num_rows // unit) * unit
 

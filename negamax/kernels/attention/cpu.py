@@ -1,14 +1,14 @@
 """Batch-invariant attention on the CPU with gathered keys and PyTorch's fused attention.
 
-A query at position p attends to `padded_keys(p + 1)` keys; a mask hides the keys after p. Decodes
-with the same padded length run as one batch. All queries of a prefill tile have the same padded
-length. A query's result therefore does not depend on the batch or on chunk borders, and is the same
-in prefill and decode. PyTorch computes each query row with the same bits if there are at least 4
-rows (tests/cpu/test_batch_invariance.py), so GEMMs with fewer query rows are padded to 4 rows.
+For a query at position p, kernels score `padded_keys(p + 1)` keys and mask the keys after p.
+Decodes with the same padded length run as one batch. All queries of a prefill tile have the same
+padded length. A query's result therefore does not depend on the batch or on chunk borders, and is
+the same in prefill and decode. PyTorch computes each query row with the same bits if there are at
+least 4 rows (tests/cpu/test_batch_invariance.py), so GEMMs with fewer rows are padded to 4 rows.
 
-A step of 16 sequences (384 keys, 2 KV heads of 128, bf16) takes 0.82 ms on two Zen 4 cores with
-cold caches. Gathering keys and values takes 0.36 ms of the step's 0.82 ms. With batched GEMMs and a
-separate softmax a step of 16 sequences took 1.44 ms. Scores and sums are fp32.
+With 2 bf16 KV heads of dimension 128, a step of 16 sequences of 384 keys takes 0.82 ms on two Zen 4
+cores with cold caches. Gathering keys and values takes 0.36 of the 0.82 ms. With batched GEMMs and
+a separate softmax a step of 16 sequences took 1.44 ms. Scores and sums are fp32.
 """
 
 from dataclasses import dataclass
@@ -233,7 +233,7 @@ def _prefill_run(q: Tensor, cache: KvCache, run: PrefillRun, out: Tensor) -> Non
 def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Compute `qk_norm_rope_write`; rotate temporary copies of q and k in place."""
+    """Run `attention.qk_norm_rope_write`. Rope overwrites copies of q and k, not `qkv`."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
     rotary_dim = at.cos.shape[-1]

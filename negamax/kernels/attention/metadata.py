@@ -37,7 +37,7 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Input of a mixture of experts: data about the T tokens of a step."""
+    """Data about the T tokens of a step for the mixture-of-experts layers."""
 
     num_actual_tokens: Tensor | None = None  # [1] int32, number of tokens before the padding.
     # `positions` of tokens [T] int64, which select replicas of the experts; None: all are 0.
@@ -87,7 +87,7 @@ class AttentionMetadata:
 
     @property
     def is_captured(self) -> bool:
-        """Whether only the device stores the sequence lengths."""
+        """Whether the sequence lengths are only on the device, not in `host_seq_lens`."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
 
     @property
@@ -139,9 +139,9 @@ class AttentionMetadata:
 class CacheShard:
     """The blocks of the KV cache that a rank stores.
 
-    If several ranks have copies of a KV head, each rank holds every `ranks`-th block of the pool.
-    Rank b % ranks stores block b of the pool at index b // ranks + 1 of its own cache. Index 0 of
-    each rank's cache is the padding block.
+    If `ranks` ranks share one KV head, each of them stores every `ranks`-th block of the pool. Rank
+    b % ranks stores block b of the pool at index b // ranks + 1 of its own cache. Index 0 of each
+    rank's cache is the padding block.
     """
 
     rank: int = 0

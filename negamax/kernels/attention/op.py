@@ -39,7 +39,7 @@ class QkNorm:
 def prepare_qk_norm(
     weight: Tensor, /, *, heads: int, kv_heads: int, eps: float, ranks: int
 ) -> Prepared:
-    """Wrap the norm weight [(heads + kv_heads) * head_dim] fp32 of one of `ranks` ranks."""
+    """Return the `QkNorm` of one of `ranks` ranks; weight [(heads + kv_heads) * head_dim] fp32."""
     per_head = float(weight.shape[0] // (heads + kv_heads) * ranks)
     return QkNorm(weight, heads, kv_heads, heads * per_head, kv_heads * per_head, eps)
 
@@ -113,7 +113,7 @@ def head_norm_rope_write(
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, /) -> tuple[Tensor, Tensor]:
     """Rotate the first dimensions of q and k [T, heads, head_dim]; cos, sin [T, 1, rotary_dim].
 
-    Arithmetic is in fp32; results are rounded once. A kernel may overwrite q and k.
+    All arithmetic is in fp32; only the final results are rounded. A kernel may overwrite q and k.
     """
     q, k = (half_split(part.float(), cos, sin).to(part.dtype) for part in (q, k))
     return q, k
@@ -141,7 +141,7 @@ def qk_norm_rope_write(
     """Normalize and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
-    Arithmetic is in fp32; results are rounded once, at the end.
+    All arithmetic is in fp32; only the final results are rounded.
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)

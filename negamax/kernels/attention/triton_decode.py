@@ -1,9 +1,9 @@
 """Attention of decodes over the paged cache with split KV. A sequence has one query, or several if
 the step verifies draft tokens.
 
-Grid (kv_heads, programs). A program attends with the GROUP query heads of one KV head to its run of
-tiles (`triton_decode_plan`), for one or several queries (`triton_decode_runs`). The partial results
-of a sequence are then reduced (`triton_decode_reduce`).
+Grid (kv_heads, programs). `triton_decode_plan` assigns a run of key tiles to each program. The
+program attends to these tiles with the GROUP query heads of one KV head, for one or several queries
+(`triton_decode_runs`). `triton_decode_reduce` reduces the partial results of a sequence.
 
     q, out   [T, kv_heads * GROUP, DIM]            the GROUP heads of a KV head: rows of a tile
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   blocks of a sequence by its block table
@@ -14,8 +14,8 @@ of a sequence are then reduced (`triton_decode_reduce`).
         rows       |        |        |            warps do not wait for each other within a split
 
 The latency of a program matters as much as the bytes it reads, so the kernel has few instructions.
-All values of a cache are finite, so the kernel reads the cache without masks. With PREFETCH_KV the
-first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
+All values of a cache are finite, so the kernel reads the cache without masks. With PREFETCH_KV a
+program reads its first tile, whose keys earlier steps wrote, before the predecessor kernel ends.
 """
 
 from functools import partial
@@ -239,9 +239,9 @@ def _decode_kernel(
 ):
     """Attend to one split of a sequence (SPLIT_KV) or to a run of tiles of several sequences.
 
-    A program waits only for programs that come later in the plan. The awaited programs have smaller
-    program ids, so they are running or have ended. PREFETCH_KV requires that every sequence has one
-    new key in this step; older keys are read before the predecessor kernel has ended.
+    A program waits only for programs that come later in the plan. Later programs of the plan have
+    smaller program ids, so they run already or have ended. PREFETCH_KV requires that every sequence
+    has one new key in this step; older keys are read before the predecessor kernel has ended.
     """
     head, programs = tl.program_id(0), tl.num_programs(1)
     program = programs - 1 - tl.program_id(1)
@@ -295,7 +295,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 
 def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Return two decode kernels: one merges splits after spin waits, one in a second launch."""
+    """Return two decode kernels: one merges splits after spin waits, one by a second launch."""
     later = partial(plan, reduce_later=True)
     return (
         triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),

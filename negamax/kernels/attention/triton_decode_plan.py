@@ -8,8 +8,8 @@ numbered consecutively. All KV heads have equally many programs. A program has a
     else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
 
 SPLIT_KV is used if there are enough programs for several splits of each sequence. Splits are as
-short as the number of programs allows. Both one sequence of 100,000 tokens and a hundred short
-sequences keep all multiprocessors busy. The host does not read the sequence lengths.
+short as the number of programs allows. One sequence of 100,000 tokens occupies all multiprocessors,
+and so do a hundred short sequences. The host does not read the sequence lengths.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `PlannedSequence`
     work [programs, WORK_WORDS] int32      first tile, end tile (0: no work), number of the first
@@ -96,7 +96,7 @@ def load_sequence(at):
 
 @triton.jit
 def replace_length(sequence, lengths, seq, C: tl.constexpr):
-    """Return `sequence`, with the length lengths[seq] if FEWER_KEYS is set."""
+    """Return `sequence`; if FEWER_KEYS is set, replace its length by lengths[seq]."""
     if C.FEWER_KEYS:
         sequence = PlannedSequence(
             sequence.first_tile, sequence.end_tile, tl.load(lengths + seq), sequence.table_index,

@@ -1,6 +1,6 @@
 """Store and reduce the partial results of the splits of a sequence.
 
-A split writes its normalized partial result and the log2-sum-exp2 of its scores to a workspace:
+The program of a split writes a normalized partial result and the log2-sum-exp2 of the scores:
 
     partials [kv_heads, programs, PARTIAL_ROWS * (BLOCK_D + 4)] int32, of which a program writes
         acc / l_i         [PARTIAL_ROWS, BLOCK_D]   bits of fp32
@@ -9,9 +9,9 @@ A split writes its normalized partial result and the log2-sum-exp2 of its scores
 A reader polls each word until it is no longer EMPTY, as in NCCL's LL protocol, so the kernel needs
 no counters and fences. The reader then sets the words to EMPTY for the next layer.
 
-The program of a sequence's first tile waits for the other splits and reduces all splits. With
-PARALLEL_REDUCE each program of the sequence reduces some query rows, so each program reads less.
-With REDUCE_LATER `reduce_kernel` reduces the splits, and no program waits.
+The program of a sequence's first tile waits for the sequence's other programs and reduces all
+splits. With PARALLEL_REDUCE each program of the sequence reduces some query rows, so each program
+reads less. With REDUCE_LATER `reduce_kernel` reduces the splits, and no program waits.
 """
 
 import triton
@@ -44,11 +44,11 @@ def _is_incomplete(words):
 
 @triton.jit
 def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
-    """Add rows `row` [rows] of partial results slot + start to slot + count - 1 to the caller's own
-    m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
+    """Merge rows `row` [rows] of the partial results number slot + start to slot + count - 1 into
+    the caller's m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
 
     Reads are bound by latency, so 32 rows of partial results are read at a time. The rows of acc
-    are read before the lse, because each warp waits for the lse of all 32 rows (one per thread).
+    are read before the lse values, because each warp waits for all 32 lse values, one per thread.
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
     column = tl.arange(0, C.BLOCK_D)

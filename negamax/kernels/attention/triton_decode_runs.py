@@ -57,7 +57,7 @@ def is_row(run, row, C: tl.constexpr):
 
 @triton.jit
 def locate_row(run, first_row, row, C: tl.constexpr):
-    """Return token * heads + head of each row; `first_row` is the value of row 0."""
+    """Return the index token * heads + head of each row; `first_row` is the index of row 0."""
     if C.QUERIES == 1:
         at = first_row + row
     else:

@@ -67,7 +67,7 @@ def _load_rotated(
 ):  # fmt: skip
     """Load the heads `head` [BLOCK_H] at x and rotate them; return their tiles, columns, masks. If
     `weight` [2, DIM] is given, heads are normalized first, by weight[1] (keys) or weight[0]
-    (queries). Heads with `is_plain` are not changed.
+    (queries). Heads for which `is_plain` is true are neither normalized nor rotated.
     """
     BLOCK_H: tl.constexpr = C.BLOCK_H  # a copy, as Triton 3.6 accepts no struct field in a shape
     cos, sin = angles
@@ -100,7 +100,7 @@ def _write_qkv(
     x, weight, angles, slots, token, tile, q_out, k_cache, v_cache, eps, scales,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate the q and k heads of a tile at x; store its q, k and v heads."""
+    """Normalize and rotate the q and k heads of a tile at x; store the tile's q, k and v heads."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_there = head < C.HEADS + 2 * C.KV_HEADS
     is_q, is_v = head < C.HEADS, head >= C.HEADS + C.KV_HEADS

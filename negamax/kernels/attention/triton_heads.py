@@ -78,7 +78,7 @@ def rotate(heads, angles):
 
 @triton.jit
 def store_heads(heads, columns, masks, rows, mine, scale, HALF: tl.constexpr):
-    """Store `scale` times the values `heads` at the pointers `rows` where `mine` is true."""
+    """Store `heads`, multiplied by `scale`, at pointers `rows`; skip heads with `mine` false."""
     dtype: tl.constexpr = rows.dtype.element_ty
     for part in tl.static_range(len(heads)):
         x = to_cache_dtype(heads[part] * scale, dtype)

@@ -186,7 +186,7 @@ def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Run `attention.qk_norm_rope_write`; `qkv` is not changed. Tokens with negative slots are not
-    cached. One launch suffices for several ranks if their symmetric memory has a row for every
+    cached. One launch suffices for several ranks if the ranks' symmetric memory has a row for every
     token. If the memory has fewer rows than tokens, an all-reduce runs between two launches.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()

@@ -70,12 +70,12 @@ def attention_constants(
 
 
 def score_scale(head_dim: int, scale: float) -> float:
-    """Return the kernels' factor of scores: softmax scale * `scale` (of the keys) * log2(e)."""
+    """Return the factor of q . k in kernels: softmax scale * `scale` of the keys * log2(e)."""
     return head_dim**-0.5 * scale * _LOG2_E
 
 
 def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """Return the dtype of the operands of `tl.dot`; the interpreter multiplies fp32 only."""
+    """Return the dtype of the operands of `tl.dot`, which is fp32 in Triton's interpreter."""
     if INTERPRETED:
         return tl.float32
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
@@ -90,15 +90,15 @@ def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
 
 
 def multiplies_fp8_keys(q: Tensor, cache: Tensor) -> bool:
-    """Return whether kernels multiply bf16 queries (as FP8, by `split_queries`) with FP8 keys."""
+    """Return whether kernels split bf16 queries into FP8 (`split_queries`) to multiply FP8 keys."""
     is_wide = q.shape[-1] > 16  # tl.dot multiplies at least 32 columns of FP8
     return is_wide and (cache.dtype, q.dtype) == (FP8, torch.bfloat16) and has_h200_tiles(q.device)
 
 
 @triton.jit
 def split_queries(q, C: tl.constexpr):
-    """Return operands of `multiply_keys` for queries q [rows, BLOCK_D], and a factor [rows] of the
-    products. With FP8_KEYS the operands are two FP8 matrices, whose sum is q divided by the factor.
+    """Return operands of `multiply_keys` for queries q [rows, BLOCK_D], and a factor [rows] for its
+    results. With FP8_KEYS the operands are two FP8 matrices, whose sum is q divided by the factor.
 
     bf16 has 8 significant bits and e4m3 has 4, so the sum is exact. Only elements below 2^-9 of the
     row's largest element are rounded, by at most 2^-17 of the largest element.
@@ -173,8 +173,8 @@ def locate_key_tile(table, tile, lane, length, head, C: tl.constexpr):
 
 @triton.jit
 def load_tile(cache, offset, lane, column, C: tl.constexpr):
-    """Load rows `lane` (0 to BLOCK_N - 1 in any shape) and columns `column` of the tile at
-    `offset`. Keys are not masked, because caches contain only finite values and scores are masked.
+    """Load columns `column` of rows `lane` of the tile at `offset`; `lane` has 0 to BLOCK_N - 1 in
+    any shape. Keys are not masked, because caches contain only finite values and scores are masked.
     """
     at = cache + offset + (lane * C.DIM + column if C.BLOCK_SIZE % C.BLOCK_N == 0 else column)
     if column.shape[len(column.shape) - 1] == C.DIM:
@@ -190,9 +190,9 @@ def clamp_empty_max(m_i):
 
 @triton.jit
 def softmax_step(scores, scale, m_i):
-    """Update a base-2 online softmax by scores [..., rows, keys] of a tile and the maxima m_i [...,
-    rows]; `scale` is a scalar or [..., rows]. Return the weights p of the keys, the factor alpha of
-    earlier sums, and the new m_i.
+    """Add the scores [..., rows, keys] of a tile, times `scale`, to a base-2 online softmax with
+    maxima m_i [..., rows]; `scale` is a scalar or [..., rows]. Return the weights p of the keys,
+    the factor alpha of earlier sums, and the new m_i.
     """
     axis: tl.constexpr = len(scores.shape) - 1
     new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)

@@ -2,8 +2,8 @@
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
 tiles of `attention/cpu.py`. Decodes and prefill tokens with more than `topk_blocks` blocks use
-dense decode attention; each pair (token, KV head) is a sequence. The block table of a (token, KV
-head) pair lists the pages of the selected blocks; the pair's sequence length depends only on the
+dense decode attention, which treats each pair (token, KV head) as a sequence. The block table of a
+pair lists the pages of the pair's selected blocks; the pair's sequence length depends only on the
 token's position. A query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
@@ -68,7 +68,7 @@ class ScoredShard:
 
 @dataclass(frozen=True)
 class PartialSelection:
-    """A selection that does not yet contain the blocks of the scored tokens."""
+    """The selection of the tokens that need no scores, and the tokens that need scores."""
 
     choice: BlockSelection
     scored: tuple[ScoredTokens, ...]
@@ -149,7 +149,7 @@ def _scored(
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
-    """Return the blocks of `length` tokens, rounded up to one of 8 numbers per power of two."""
+    """Round the number of blocks of `length` tokens up to at most 8 times a power of two."""
     blocks, step = -(-length // block_size), 1
     while blocks > 8 * step:
         step *= 2

@@ -51,7 +51,7 @@ class SparseHeadNorm:
 
     @property
     def index_heads(self) -> int:
-        """Number of index heads: of all ranks if ranks shard the index keys, else of this rank."""
+        """The index heads of all ranks if ranks shard the index keys, else those of this rank."""
         return self.shard.heads or self.kv_heads
 
 
@@ -77,7 +77,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Map cache rows of keys to rows [T] of a rank's index cache; -1: stored by another rank."""
+    """Map the keys' row indices to row indices [T] in a rank's index cache; -1: on another rank."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size
@@ -99,8 +99,8 @@ def norm_rope_write(
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` has the
     parts of `SparseHeads`; a kernel may overwrite it. index_cache is [num_blocks, 1, block_size,
     index_dim]. `index_rows` [T] are the row indices of the index keys in index_cache (-1: not
-    written), by default derived from the row indices of k. Arithmetic is in fp32; results are
-    rounded once, at the end. The cache of index keys has no scale.
+    written), by default derived from the row indices of k. All arithmetic is in fp32; only the
+    final results are rounded. The cache of index keys has no scale.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
@@ -202,8 +202,8 @@ def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Ten
 def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockSelection:
     """Select blocks for this rank's heads among the highest-scoring blocks of all shards.
 
-    keys [shards, T, index_heads, topk_blocks] are results of `select_shard`: the result of this
-    rank if `group` is given, else the results of all ranks.
+    keys [shards, T, index_heads, topk_blocks] contain this rank's result of `select_shard` if
+    `group` is given, else the results of all ranks.
     """
     shape, queries = plan.shape, plan.queries
     if group is not None:

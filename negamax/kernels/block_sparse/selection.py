@@ -26,7 +26,7 @@ NO_KEY = -(2**63)  # smaller than the sort key of any block
 
 @dataclass(frozen=True)
 class IndexShard:
-    """The index keys of a rank: rank b % ranks holds block b of the pool at index b // ranks."""
+    """A rank's index keys: rank b % ranks stores block b of the pool at index b // ranks."""
 
     rank: int = 0
     ranks: int = 1  # number of ranks that shard the index keys; 1: each rank holds all index keys
@@ -93,12 +93,12 @@ def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
 
 
 def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Return sort keys [T, heads, topk_blocks] int64 of the best blocks that a rank holds.
+    """Return sort keys [T, heads, topk_blocks] int64 of the best blocks among `numbers`.
 
-    scores [T, heads, blocks] fp32 belong to the blocks `numbers` [T, blocks]; blocks after a
-    token's local block are ignored. The upper half of a sort key is the score as an integer that
-    sorts in the same order. The lower half of a sort key is the negated block number. Empty
-    entries are NO_KEY.
+    scores [T, heads, blocks] fp32 are the scores of a rank's blocks, whose block numbers are
+    `numbers` [T, blocks]; blocks after a token's local block are ignored. The upper half of a sort
+    key is the score as an integer that sorts in the same order. The lower half of a sort key is the
+    negated block number. Empty entries are NO_KEY.
     """
     numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
     is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)
@@ -112,8 +112,8 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
     """Return the `ids` of a `BlockSelection`: the blocks of the highest sort keys.
 
-    `keys` [T, kv_heads, n] are results of `best_keys`. Sort keys of a token are ignored if the
-    token attends to all blocks up to `positions` [T].
+    `keys` [T, kv_heads, n] are results of `best_keys`. The function ignores the sort keys of a
+    token that attends to all blocks up to its position in `positions` [T].
     """
     best = keys.topk(shape.topk_blocks, dim=-1).values
     blocks = (NO_BLOCK - (best & NO_BLOCK)).sort(dim=-1).values

@@ -20,7 +20,7 @@ class SelectionTiles:
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
-        """Return whether attention starts before the block selection ends (`launch_options`)."""
+        """Return whether attention may start before the block selection ends (dependent launch)."""
         return True
 
     def select_block_m(self, rows: int) -> int:

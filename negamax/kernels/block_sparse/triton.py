@@ -57,7 +57,7 @@ def sparse_norm_rope_write(
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """The selection plan of the first `num_decodes` queries, and the plan of the other queries."""
+    """Two selection plans: one for the first `num_decodes` queries, one for the other queries."""
 
     shape: SparseShape
     num_decodes: int

@@ -1,4 +1,4 @@
-"""Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`). Each
+"""Block-sparse attention of decodes with the dense decode kernel (`attention/triton_decode`). Each
 token and KV head is a separate sequence, whose block table lists the pages of the selected blocks.
 
 A sequence's length depends only on its token's position, so all layers use one plan.

@@ -78,7 +78,7 @@ def plan_chosen_prefill(queries: AttentionMetadata, shape: SparseShape) -> Spars
 
 @triton.jit
 def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
-    """Load block number `place` of the selection of `query`; NO_BLOCK if there is no block."""
+    """Load the block at index `place` of the selection of `query`, or NO_BLOCK if there is none."""
     block = tl.load(ids, mask=(query < count) & (place < TOPK), other=-1)
     return tl.where(block < 0, NO_BLOCK, block)
 
@@ -97,9 +97,9 @@ def _unite_kernel(
 ):
     """List the blocks that the queries of a tile selected, in ascending order. Grid (HEADS, tiles).
 
-    In a loop over the queries, each block is compared with all blocks that a query selected. The
-    first pass finds the queries that selected the block. The second pass counts the blocks of the
-    union with smaller numbers; a block that several queries selected is counted once.
+    Two loops over the queries compare each block with all blocks that a query selected. The first
+    loop finds the queries that selected the block. The second loop counts the blocks of the union
+    with smaller numbers; a block that several queries selected is counted once.
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)

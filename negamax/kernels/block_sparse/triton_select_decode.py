@@ -132,7 +132,7 @@ def _plan_queries_kernel(
     MERGE: tl.constexpr,  # maximum number of single-query "sequences" that are merged into one
     SEQS_POW2: tl.constexpr,
 ):
-    """Write the `Queries` of each sequence and the number of its scored tokens. Grid (1,)."""
+    """Write each sequence's `Queries` and number of tokens with scored blocks. Grid (1,)."""
     seq = tl.arange(0, SEQS_POW2)
     live = seq < num_seqs
     first = tl.load(query_starts + seq, mask=live, other=0)
@@ -197,8 +197,8 @@ def _score_blocks(
     index_q, cache, table, numbers, scores, stride, width, queries, first, until,
     GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """For all index queries of `queries`, store `order_scores` of the scored blocks first to until
-    - 1, and the maximum of each group of blocks.
+    """Score blocks first to until - 1 for all index queries of `queries`. Store the results of
+    `order_scores`, and the maximum result of each group of blocks.
     """
     row, key = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK)
     is_row = row < queries.count * C.HEADS
@@ -365,7 +365,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages, or sort keys if ranks shard index keys."""
+    """Store the selected blocks' numbers and pages, or sort keys if ranks shard index keys."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

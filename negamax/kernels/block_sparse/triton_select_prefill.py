@@ -1,4 +1,4 @@
-"""Top-k block selection for prefills: scores on the tensor cores, the best blocks in registers.
+"""Select top-k blocks for prefills. Tensor cores compute scores; registers hold the best blocks.
 
 A program has a tile of neighboring queries of a sequence, with all index heads. The program
 computes the scores of all blocks up to the queries' positions. If there are few tiles, several
@@ -219,7 +219,7 @@ def select_prefill(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store their numbers and pages, or sort keys if ranks shard index keys."""
+    """Store the selected blocks' numbers and pages, or sort keys if ranks shard index keys."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

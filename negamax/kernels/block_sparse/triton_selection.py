@@ -99,9 +99,9 @@ def read_number(key):
 
 @triton.jit
 def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selected blocks [rows, TOPK_POW2] of the index queries `row` (token * HEADS + head)
-    [rows] to ids and pages [T, HEADS, TOPK]. The blocks may be in any order and include NO_BLOCK.
-    `table` is the sequence's block table.
+    """Store `block` [rows, TOPK_POW2], the blocks that the index queries `row` (token * HEADS +
+    head) [rows] selected, to ids and pages [T, HEADS, TOPK]. The blocks may be in any order and
+    include NO_BLOCK. `table` is the sequence's block table.
     """
     # int64, because LLVM for AMD cannot sort the 32-bit halves of sorted int64 keys
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
@@ -112,7 +112,7 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
 
 @triton.jit
 def store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
-    """Store blocks [rows, n] at index `place` in the selections of `row` if `mask` is true."""
+    """Where `mask` is true, store `block` [rows, n] at index `place` of the selection of `row`."""
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
@@ -123,7 +123,7 @@ def store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constex
 
 @triton.jit
 def find_scored_block(numbers, i, C: tl.constexpr):
-    """Return the block number of scored block i: i itself, or for a shard one of `numbers`."""
+    """Return the number of scored block i: i itself, or computed from `numbers` if RANKS > 1."""
     if C.RANKS == 1:
         return i
     else:
@@ -144,8 +144,8 @@ def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
 def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.constexpr):
     """Multiply q with the keys of scored block i, which is in block `cache_block` of the cache.
 
-    Return the products [BLOCK_M, BLOCK], and the cache block and number of scored block i + 1 (at
-    most end - 1).
+    Return the products [BLOCK_M, BLOCK]. Also return the cache block and the block number of the
+    next scored block: i + 1, or end - 1 if i + 1 is larger.
     """
     column, key = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK)
     page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK

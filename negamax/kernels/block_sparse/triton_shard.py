@@ -3,8 +3,8 @@
 A rank scores the blocks that it holds (`attention/triton_own_blocks`). For each index head, the
 rank sends its highest sort keys to the ranks that have this head. The receiving ranks select the
 blocks. If the region of peer memory has a row for each token, one launch with a program per token
-exchanges the sort keys by the LL protocol. With more tokens than rows, an all-gather before the
-launch exchanges the keys. Tokens that attend to all blocks up to their position need no exchange.
+exchanges the sort keys by the LL protocol. With fewer rows than tokens, an all-gather exchanges the
+sort keys before the launch. Tokens that attend to all blocks up to their position need no exchange.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ from negamax.kernels.peers import Collective
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Attention of T tokens to some of their keys (`out`), and log2 of the softmax sums (`lse`).
+    """Outputs `out` of T tokens that attended to some of their keys, and log2 softmax sums `lse`.
 
     `out` and `lse` are views of `message`. If `message` has the results of several ranks, `out` and
     `lse` have a leading dimension [ranks].
@@ -57,7 +57,7 @@ class PartialResults:
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> "PartialResults":
-        """View `message` as results of one or several ranks for queries like q [T, heads, dim]."""
+        """Return views of `message`, the results of one or several ranks for q [T, heads, dim]."""
         num_tokens, heads, head_dim = q.shape
         out, lse = message.split(
             [q.numel() * q.element_size(), 4 * num_tokens * heads], dim=message.dim() - 1

@@ -1,10 +1,10 @@
 """Attention to a rank's own blocks on the GPU. The kernels of ordinary attention read the caches
 through a list of the blocks that the rank holds.
 
-A query attends to all tokens of the rank's blocks before the query's own block. If the rank holds
-the query's own block, the query attends to this block up to its position. A decode therefore runs
-like a decode of a shorter sequence. In a run of queries, each query has its own last visible key. A
-block selection is filtered to the blocks of the rank.
+A query attends to all tokens of the rank's earlier blocks. If the rank stores the block that
+contains the query, the query also attends to this block up to its position. A decode therefore runs
+like a decode of a shorter sequence. For several queries of a sequence, the kernel finds the last
+visible key of each query. `filter_selection` reduces a block selection to the rank's blocks.
 """
 
 from dataclasses import replace
@@ -89,7 +89,7 @@ def partial_prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> PartialResu
 def partial_sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
-    """Run `cache_shards.sparse_decode`; planned sequence lengths also count other ranks' blocks."""
+    """Run `cache_shards.sparse_decode`; sequence lengths count only keys in this rank's blocks."""
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))

@@ -49,7 +49,7 @@ def _load_own(parts, lse, head, word, C: tl.constexpr):
 
 @triton.jit
 def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr):
-    """Store output words and lse of each rank's heads to the rank's copy of the region."""
+    """Write the output words and lse of each rank's heads to that rank's copy of the region."""
     RANKS: tl.constexpr = C.RANKS
     mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
     at = head[:, None] * (C.DIM // 2) + word[None, :]

@@ -26,7 +26,7 @@ def all_reduce_add_rms(
 def complete_residual(
     residual: Tensor, group: Collective | None, /, *, copy: bool = True, out: Tensor | None = None
 ) -> Tensor:
-    """Return a copy of the residual [T, width] with all rows on every rank, in `out` if given.
+    """Gather all rows of the residual on every rank; return a copy [T, width], in `out` if given.
 
     If `copy` is false and this rank has all rows, return the residual itself.
     """

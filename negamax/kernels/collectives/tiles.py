@@ -33,7 +33,7 @@ def tiles_for(device: torch.device) -> ExchangeTiles:
 
 
 def two_shot(num_rows: int, *, world: int, words: int) -> bool:
-    """Return whether ranks sum a slice of each row and send the sums instead of whole rows."""
+    """Return whether each rank sums only a slice of each row (two-shot), not whole rows."""
     return world > 2 and num_rows >= TWO_SHOT_ROWS and words % (world * 64) == 0
 
 

@@ -65,7 +65,7 @@ from negamax.kernels.quantize.native import outputs, result
 
 @triton.jit
 def sum_over_ranks(words, DTYPE: tl.constexpr):
-    """Sum words [WORLD, N] over ranks in fp32, round once -> even and odd columns, fp32 [N]."""
+    """Sum words [WORLD, N] over ranks in fp32; return rounded even and odd columns, fp32 [N]."""
     even, odd = unpack(words, DTYPE)
     return unpack(pack_pair(tl.sum(even, axis=0), tl.sum(odd, axis=0), DTYPE), DTYPE)
 
@@ -89,8 +89,8 @@ def _all_reduce_add_rms_kernel(
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum and normalize one row. Grid (T,). The region of every rank is [2 buffers, ROWS, WORLD
-    senders, SLOT] words. With TWO_SHOT a slot contains the sender's values of the receiver's
-    slice (WORDS / WORLD words), then the sum of the sender's slice over ranks.
+    senders, SLOT] words. With TWO_SHOT a slot contains the sender's words of the slice that the
+    receiver sums (WORDS / WORLD words), then the sum of the slice that the sender sums.
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
@@ -192,7 +192,7 @@ def _push_partials_kernel(
     WORLD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send one row to its owner; adjacent programs use different links. Grid (shard * WORLD,)."""
+    """Send a row to its owner; adjacent programs send to different ranks. Grid (shard * WORLD,)."""
     launch_dependents_then_wait(PDL)
     owner = (tl.program_id(0) + rank) % WORLD
     place = tl.program_id(0) // WORLD

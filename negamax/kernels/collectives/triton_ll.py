@@ -56,7 +56,7 @@ def _any_missing(word, flag, mask):
 
 @triton.jit
 def _timed_out(control, since, is_first):
-    """Return whether to stop polling, and when polling began; a time-out sets the abort flag."""
+    """Return whether polling must stop, and its start time; set the abort flag after a time-out."""
     clock = tl.load(control, volatile=True)
     since = tl.where(is_first, clock, since)
     if clock - since > tl.load(control + 1):

@@ -46,7 +46,7 @@ def dispatch(
     group: Collective,
     num_rows: int,  # padded number of rows, at least T and equal on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the ids [ranks * num_rows, top_k] and the `columns` of the rows of all ranks.
+    """Return the expert ids [ranks * num_rows, top_k] and the `columns` of all ranks' rows.
 
     The ids of padding rows are -1. The `columns` of a row that selected no expert of this rank are
     undefined; the reference implementation returns the `columns` of every row.
@@ -74,7 +74,7 @@ def combine(
     experts: ExpertRanges,
     group: Collective,
 ) -> Tensor:  # [num_rows, width]
-    """Sum `out` over partial sums, then over ranks; return this rank's rows. Round each sum."""
+    """Sum `out` over its P summands, then over ranks; round each sum. Return this rank's rows."""
     return group.reduce_scatter(out if out.dim() == 2 else out.sum(1))
 
 

@@ -14,8 +14,8 @@ more than `PeerRegion.rows` rows, NCCL gathers rows and sums outputs.
 
 `dispatch` needs only the two buffers of a `PeerRegion`, because in each epoch every rank receives
 the ids of every other rank. In `combine` a rank may receive no words from another rank. Two buffers
-also suffice for `combine`: a rank writes epoch e + 2 only after the preceding `dispatch`. All ranks
-reach the `dispatch` before epoch e + 2 after they have read epoch e of `combine`.
+also suffice for `combine`: before a rank writes epoch e + 2, the preceding `dispatch` waits for the
+ids of all ranks. Each rank sends these ids after it has read epoch e of `combine`.
 """
 
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ def _combine_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send sums for one row of every rank; add the received sums. Grid (num_rows,)."""
+    """Send every rank the sum for one row of that rank; add the received sums. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     dtype: tl.constexpr = sums.dtype.element_ty
     row = tl.program_id(0)

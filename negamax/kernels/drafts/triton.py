@@ -88,7 +88,7 @@ def _advance_rows_kernel(
     ends,  # [rows] int64, written: index in the step of each row's last accepted token
     PDL: tl.constexpr,
 ):
-    """Compute num_computed, length, end of a row (equal for all padding rows). Grid (rows,)."""
+    """Compute num_computed, length, end of a row. Padding rows write equal values. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     num_accepted = tl.load(accepted + row)

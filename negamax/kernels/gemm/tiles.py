@@ -38,7 +38,7 @@ GROUP_M = 8  # large_m: number of token tiles for which adjacent programs read o
 
 def gemv(K: int) -> tuple[int, int]:
     """Return BLOCK_N and the number of warps for rows of K FP8 weights. At the widths of MiniMax-M2
-    a thread holds 3 x 16 columns per row.
+    a thread loads 3 x 16 columns of each row.
     """
     return 4, 4 if K >= 6144 else 2 if K >= 3072 else 1
 
@@ -104,8 +104,8 @@ class H200GemmTiles(GemmTiles):
     multiprocessors: int = 132
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """Return a tile in which a warp has up to six blocks of 128 columns, which take 96 of a
-        thread's 128 registers. All programs together load up to 25 MB.
+        """Return a tile in which a warp loads up to six blocks of 128 columns of the weight; they
+        fill 96 of a thread's 128 registers. All programs together load up to 25 MB.
         """
         warps = round_to_power_of_two(-(-K // 768))
         if warps > 16:
@@ -132,7 +132,7 @@ class H200GemmTiles(GemmTiles):
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         """Return a tile for packed weights. For up to 128 tokens, K is split into runs of at least
         1,536 columns if the tiles leave a quarter of the multiprocessors idle. For 33 to 128
-        tokens, if two splits of K fill the multiprocessors, K is split and tokens are not.
+        tokens, a tile contains all tokens if two splits of K fill the multiprocessors.
         """
         tiles_n = -(-N // 64)
         if M > 128:
@@ -164,8 +164,8 @@ class H200GemmTiles(GemmTiles):
         return 4 * programs > 3 * self.multiprocessors
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """Return a tile for up to 4 tokens. 8-bit weights that do not fit into the registers of all
-        multiprocessors have a tile for one token only. A thread holds up to 384 bytes of codes.
+        """Return a tile for up to 4 tokens, or only for 1 token if an 8-bit weight exceeds the
+        registers of all multiprocessors. A thread loads up to 384 bytes of codes of the weight.
         """
         row_bytes = packing.K_PACKED // packing.CODES
         if M > 4:

@@ -143,13 +143,13 @@ def _number_columns(NUM_WARPS: tl.constexpr):
 
 @triton.jit
 def _point_to_rows(rows, NUM_WARPS: tl.constexpr):
-    """Return pointers to the columns of step 0 in the rows that begin at `rows`."""
+    """Return pointers to the columns of step 0; `rows` are pointers to the starts of the rows."""
     return add_last_first(rows, _number_columns(NUM_WARPS), _BLOCK // 2)
 
 
 @triton.jit
 def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Load step i of the rows at `ptrs`; in the last step some warps may have no columns."""
+    """Load the columns of step i; `ptrs` is from `_point_to_rows`. Columns from K on are 0."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
     # restate the contiguity of `ptrs`, because Triton drops it when folding the sum for i = 0
@@ -323,7 +323,7 @@ def _large_m_kernel(
 
 
 def prepare(weight: StoredWeight) -> PreparedLinear:
-    """Prepare a weight [N, K]: 16-bit in the activations' dtype, or E4M3 if K % 128 == 0."""
+    """Prepare a weight [N, K]: in the activations' 16-bit dtype, or E4M3 with K % 128 == 0."""
     values, scale = weight.values, None
     if weight.format is not PLAIN:
         K = values.shape[1]

@@ -77,7 +77,7 @@ def prepare(weight: StoredWeight) -> PreparedPackedLinear:
 
 
 def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
-    """Multiply x [M, K] -> [M, N], rounded once. `in_parts` permits P partial sums [M, P, N]."""
+    """Return x W^T [M, N], rounded once; with `in_parts` it may be P partial sums [M, P, N]."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
     (dtype, out, in_parts), M, N = output, x.shape[0], weight.num_rows

@@ -3,8 +3,8 @@
 A layer's cache consists of two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s
 is in block s // block_size at offset s % block_size. The tokens of one head are adjacent within a
 block, so gathered blocks of a sequence form one contiguous matrix [tokens, head_dim] for each head.
-A cache starts as zeros and holds only finite values, because kernels read past the end of a
-sequence and multiply these values by a probability of 0.
+A cache starts as zeros and has only finite values, because kernels also read values past the end of
+a sequence and multiply them by a probability of 0.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class KvCache(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Rope cosines and sines, and cache row indices, of a step's tokens (result of `LOCATE`)."""
+    """Result of `LOCATE`: rope cosines, rope sines and cache row indices of a step's tokens."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor

@@ -28,12 +28,12 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 @triton.jit
 def agree(x):
-    """Give all threads that hold the same element of `x` (int32) the same value. With fewer
+    """Give the same value to all threads that loaded the same element of `x` (int32). With fewer
     elements than threads, every thread gets 1 if any value differs from 0, else 0.
 
-    If several threads hold the same element, each thread loads it, and Triton assumes that all
-    loads return the same value. If other programs write the memory at the same time, a reduction
-    uses one thread's value, but another thread continues with its own value.
+    If several threads need the same element, each thread loads it, and Triton assumes that all
+    loads return the same value. If another program writes the element meanwhile, the values differ:
+    a reduction uses one thread's value, but the other threads use their own values.
     """
     if not INTERPRETED and is_cuda():  # noqa: SIM102  (ROCm has no `num_threads`)
         if x.numel < num_threads():
@@ -70,8 +70,8 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def keep_in_registers(x):
-    """Return a copy of `x` (16 bits) in registers. Triton 3.8 otherwise keeps a second copy of a
-    transposed tile in shared memory if several tl.dot use it.
+    """Return a copy of `x` (16 bits) in registers. Without this copy, Triton 3.8 stores a
+    transposed tile twice in shared memory if several tl.dot use the tile.
     """
     if not INTERPRETED and is_cuda():
         x = tl.inline_asm_elementwise(
@@ -82,7 +82,7 @@ def keep_in_registers(x):
 
 @triton.jit
 def take_bytes(words, selector):
-    """Select four bytes of each word by hex digits of `selector`, lowest first; digit 4 gives 0."""
+    """Reorder the bytes of words: hex digit i of `selector` is the source of byte i; 4 means 0."""
     if not INTERPRETED and is_cuda():
         taken = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,
@@ -98,9 +98,9 @@ def take_bytes(words, selector):
 
 @triton.jit
 def e4m3_to_fp16(x):
-    """Convert an e4m3fn tile to fp16 before its store to shared memory; `is_pure=False` fixes this
-    order. The tensor cores read values of adjacent keys together, and would gather FP8 values byte
-    by byte.
+    """Convert an e4m3fn tile to fp16. `is_pure=False` keeps the conversion before the tile's store
+    to shared memory. The tensor cores read values of adjacent keys together, and would gather FP8
+    values byte by byte.
     """
     if not INTERPRETED and cuda_capability_geq(8, 9):
         x = tl.inline_asm_elementwise(
@@ -127,9 +127,9 @@ def unpack_words(
     """Unpack the codes of packed words q to bf16 on NVIDIA GPUs. A word has 8 codes of "uint4" or
     "e2m1", or 4 codes of another type.
 
-    Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
-    is added to the codes if they are uint4 or if ZEROS is set. With SCALED, the codes are
-    multiplied by `factor`. `added` and `factor` hold a bf16 number for each half of the codes.
+    The function adds 128 to uint4 codes and subtracts 128 from uint8 codes. Unless IS_RAW is set,
+    it adds `added` to uint4 codes, and with ZEROS to all codes. With SCALED it multiplies the codes
+    by `factor`. `added` and `factor` have one bf16 number for each half of a word's codes.
     `weight_only/triton.py` has the portable version.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":

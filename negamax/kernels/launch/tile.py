@@ -24,7 +24,7 @@ class Tile:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """This tile as arguments of a kernel whose code pipelines the loop along K."""
+        """The kernel arguments for this tile, if the kernel's code pipelines the loop along K."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -58,8 +58,8 @@ def round_to_power_of_two(count: int) -> int:
 def warps_of_row(width: int, *, measured: int) -> int:
     """Return the number of warps of a program that processes one row.
 
-    For rows of up to 4096 values, the number of warps is `measured`. For wider rows, the number of
-    values per thread stays the same.
+    The result is `measured` for rows of up to 4096 values. For wider rows, the number of warps
+    grows with the width, up to 32 warps.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 

@@ -17,12 +17,12 @@ Rules for a kernel that is launched with `launch_options`:
   predecessors may still read the memory that it writes.
 - Before the wait a program may read data that no kernel has written since the last ordinary launch,
   such as weights (PyTorch makes ordinary launches). In a layer a program may also read data that
-  kernels wrote before the first layer: the last of these kernels call no `launch_dependents`.
+  kernels wrote before the first layer, because the last of them do not call `launch_dependents`.
 
 A kernel that loads nothing before the wait gains a microsecond by an early start. An early start
-may also cost more, most likely because programs are distributed unevenly over multiprocessors that
-are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
-successor may start early. With `dependent=False` a kernel is launched without PDL.
+may also cost more, most likely because the GPU distributes programs unevenly over multiprocessors
+that are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and
+its successor may start early. With `dependent=False` a kernel is launched without PDL.
 
 On GPUs without PDL and in the interpreter PDL is False, and Triton compiles no PDL calls.
 """
@@ -103,8 +103,8 @@ def wait_then_launch_dependents(PDL: tl.constexpr):
     """Wait for the predecessor, then let the next kernel start.
 
     Kernels that keep the whole GPU busy call this function. With an earlier start, the next kernel
-    would compete for bandwidth and occupy registers longer. The tiles of the experts and of GEMMs
-    with 16-bit weights were chosen with this function.
+    would compete for bandwidth and occupy registers longer. The tile sizes of experts and of 16-bit
+    GEMMs were chosen for kernels that call this function.
     """
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
@@ -128,13 +128,13 @@ def dot(a, b, acc):
 
 @triton.jit
 def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constexpr = 0):
-    """Return ptrs + offsets. A load from the returned pointers assigns threads, then warps, to the
-    last dimensions first.
+    """Return ptrs + offsets. If a kernel loads from these pointers, Triton assigns threads, then
+    warps, to the last dimensions first.
 
     In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
     of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among
     equal runs, Triton 3.8 starts with the last dimension, and older versions start with the first.
-    For older Triton versions, this function declares longer runs, which affects nothing else.
+    For older Triton versions, this function declares longer runs; they affect only this order.
     """
     ptrs = ptrs + offsets
     LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64

@@ -19,9 +19,9 @@ def num_parts(x: Tensor) -> int:
 
 @triton.jit
 def make_word_indices(BLOCK: tl.constexpr):
-    """Return 0 to BLOCK - 1, laid out so that a thread holds two neighbors, and a warp holds the 64
-    words that share a scale. All loads and stores by these indices have the same layout and need no
-    shared memory.
+    """Return 0 to BLOCK - 1, in a layout in which a thread has two adjacent indices, and a warp has
+    the 64 words that share a scale. All loads and stores by these indices have the same layout and
+    need no shared memory.
     """
     return tl.max_contiguous(tl.arange(0, BLOCK), 2)
 

@@ -1,4 +1,4 @@
-"""Batch-invariant activation (`rowwise`) of an MLP on CPUs without native kernels."""
+"""MLP activation for CPUs without native kernels; `rowwise.py` makes it batch-invariant."""
 
 import torch
 import torch.nn.functional as F

@@ -1,9 +1,9 @@
 """Router and experts on the CPU; a token's results do not depend on the batch composition.
 
-The router's GEMM pads the tokens (`gemm/cpu.rowwise`). Experts run on tokens sorted by expert:
-each selected expert runs once, on one slice of these tokens. A token's outputs are summed in the
-order of its selections. A `gemm.linear` kernel runs the GEMMs, with one prepared weight per expert
-and projection.
+For its GEMM, the router pads the tokens as `kernels/rowwise.py` describes. Experts run on tokens
+sorted by expert: each selected expert runs once, on one slice of these tokens. A token's outputs
+are summed in the order of its selections. A `gemm.linear` kernel runs the GEMMs, with one prepared
+weight per expert and projection.
 """
 
 from collections.abc import Callable, Sequence

@@ -113,7 +113,7 @@ class SelectedExperts(NamedTuple):
 
 
 class ExpertWeights(Protocol):
-    """Result of the `prepare` of `EXPERTS`, in which the weights of an expert can be replaced."""
+    """Weights from the `prepare` of `EXPERTS`; the tensors of an expert can be replaced."""
 
     def tensors(self, expert: int) -> list[Tensor]:
         """Return all tensors of the expert with index `expert`, as copies or views."""

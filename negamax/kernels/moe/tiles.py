@@ -37,8 +37,8 @@ class RouteTile(Tile):
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """Tiles of the two GEMMs of the experts. With FP8, gate_up.block_n (large_m, small_m) and
-    down.block_k are 128, the number of columns of h that share a scale.
+    """Tiles of the two GEMMs of the experts. With FP8, down.block_k is 128, because 128 columns of
+    h share a scale; in large_m and small_m, gate_up.block_n is also 128.
     """
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows
@@ -88,7 +88,7 @@ class MoeTiles:
         )
 
     def w8a8(self) -> ExpertTiles:
-        """Return tiles for 8-bit large_m GEMMs; gate_up.block_n columns of h share a scale."""
+        """Return tiles of large_m for 8-bit GEMMs; gate_up.block_n columns of h share a scale."""
         tile = Tile(64, 128, 128, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8)
 
@@ -132,8 +132,8 @@ _PACKED_LARGE_M = {
 class H200MoeTiles(MoeTiles):
     """Tile sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes
     of MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with
-    packed 8-bit weights, and in prefills with FP8. For M3 in formats that were not measured, each
-    program has as many columns as for M2.
+    packed 8-bit weights, and in prefills with FP8. For M3 in formats that were not measured, a
+    program computes as many columns as for M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -175,11 +175,11 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=4), repeat_n=16)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Return tiles for up to 4 tokens, else None. The limit is 2 tokens for rows of over 1,536
-        bytes (8 bits: 3,072) and 1 if fewer than 128 4-bit codes share a 16-bit scale.
-
-        A thread holds up to 384 bytes of the gate and up weights, or 192 bytes if rows are long or
-        scales and zero points need registers. A thread holds up to 192 bytes of the down weight.
+        """Return tiles for up to 4 tokens, else None. The limit is 2 tokens if rows have over 1,536
+        bytes (gate and up rows of 8 bits: 3,072), and 1 token if fewer than 128 4-bit codes share a
+        16-bit scale. A thread loads up to 384 bytes of the gate and up weights, or 192 bytes if
+        rows are long or scales and zero points need registers. A thread loads up to 192 bytes of
+        the down weight.
         """
         if gate_up.CODES != down.CODES:
             return None
@@ -220,8 +220,8 @@ class H200MoeTiles(MoeTiles):
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
         """Return tiles for packed weights. A multiprocessor runs three programs with 168 registers
-        per thread, or four with 128. Narrow experts of wide hidden states have few programs, so
-        each program has half the rows. Above 48 tokens, halving the rows never saved time.
+        per thread, or four with 128. Narrow experts with a large hidden size have few tiles, so the
+        tiles have half as many rows. Above 48 tokens, halving the rows never saved time.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE

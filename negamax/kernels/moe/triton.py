@@ -1,4 +1,4 @@
-"""Mixture of experts: routing takes one launch, the experts take two launches (prefills: four).
+"""Mixture of experts: routing takes one launch; experts take two launches, or four in prefills.
 
 A pair is one choice of a token: pair = token * top_k + choice. A shared expert is the last choice
 of every token. The experts compute

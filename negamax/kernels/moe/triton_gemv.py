@@ -236,8 +236,8 @@ def _down_gemv_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).
 
-    A kernel before the predecessor in the stream wrote `topk_ids` and `topk_weights`, so the
-    program may read them and the expert weights before it waits for the predecessor.
+    Kernels before the predecessor wrote `topk_ids` and `topk_weights`. A program may therefore read
+    both tensors and the expert weights before it waits for the predecessor.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
     part, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N

@@ -66,7 +66,7 @@ def _add_over_threads(rows, NUM: tl.constexpr):
 
 @triton.jit
 def _select_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the words of step `step` of row m; `words` has the steps of all rows."""
+    """Return words[m * STEPS + step] for a row index m that is known only at run time."""
     found = words[step]
     for row in tl.static_range(1, BLOCK_M):
         found = tl.where(m == row, words[row * STEPS + step], found)
@@ -105,9 +105,9 @@ def _norm_route_kernel(
         writes     logits of its BLOCK_N experts   the norm of row m       there: residual row m,
                                                                            the experts of token m
 
-    A program writes its logits after it has read the rows. When all logits have arrived, the
-    residual may therefore change. In the interpreter the last program changes the residual and
-    selects the experts of all rows.
+    A program writes its logits after it has read the rows. When all logits have arrived, no program
+    still reads the rows, so the residual may change. In the interpreter the last program changes
+    the residual and selects the experts of all rows.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * WORDS
     STEPS: tl.constexpr = triton.cdiv(WORDS, BLOCK_K)

@@ -15,9 +15,9 @@ Weights, activations and products of one tile:
     packed     weights of 4 or 8 bits are the tall operand. Each weight is unpacked once for all
                tokens of a tile, so tiles are large. An expert's last tile has one of three sizes.
     ROUNDED    8-bit weights with a scale per row are multiplied with 8-bit x and h. x has a scale
-               per token, h a scale per pair and BLOCK_N columns. Gate and up are scaled when their
-               sums are complete. The down GEMM scales and adds the product of each block of h in
-               fp32.
+               per token, h a scale per pair and BLOCK_N columns. The sums of gate and up are scaled
+               when they are complete. The down GEMM scales and adds the product of each block of h
+               in fp32.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -162,8 +162,8 @@ def _multiply(
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows at x_ptrs with BLOCK_N rows of w from first_n to at most last_n ->
-    [BLOCK_M, BLOCK_N] fp32. If ROUNDED, `x_scale` holds the loaded scales of the tokens, and the
-    caller applies the scales of w.
+    [BLOCK_M, BLOCK_N] fp32. If ROUNDED, `x_scale` has the tokens' scales, which the caller loaded,
+    and the caller applies the scales of w.
     """
     offs_k = tl.arange(0, BLOCK_K)
     if ROUNDED:
@@ -207,8 +207,8 @@ def _compute_gate_up(
     x rows of sorted_token_ids[begin ..] / TOP_K    w of the expert
     [BLOCK_M, HIDDEN]                               gate, then up: [BLOCK_N, HIDDEN]^T
 
-    Gate is computed before up, so x is read twice. With one accumulator at a time, two programs
-    with long pipelines fit on a multiprocessor.
+    Gate is computed before up, so x is read twice. A program has one accumulator at a time, so two
+    programs with long pipelines fit on a multiprocessor.
     """
     K: tl.constexpr = E.GATE_UP.K_PACKED if ROUNDED else E.HIDDEN
     H_WIDTH: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH

@@ -79,7 +79,7 @@ def _choose_for_tokens(
 
 @triton.jit
 def group_experts(NUM_EXPERTS: tl.constexpr):
-    """Return 0, 1, ... up to a power of 2 as [groups, _GROUP], one expert per thread of a warp."""
+    """Return expert indices, padded to a power of 2, as [groups, _GROUP]: one per warp thread."""
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     GROUP: tl.constexpr = _GROUP if EXPERTS_POW2 > _GROUP else EXPERTS_POW2
     return tl.arange(0, EXPERTS_POW2 // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

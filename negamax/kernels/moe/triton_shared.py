@@ -71,8 +71,8 @@ def multiply_packed_gate_up(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute h of `tokens` [BLOCK_M] of one expert, from column first_n on -> [BLOCK_N, BLOCK_M].
-    One tile of w has BLOCK_N gate rows and BLOCK_N up rows.
+    """Compute BLOCK_N columns of h from first_n on, for `tokens` [BLOCK_M] and one expert ->
+    [BLOCK_N, BLOCK_M]. One tile of w has BLOCK_N gate rows and BLOCK_N up rows.
     """
     P: tl.constexpr = E.GATE_UP
     APART: tl.constexpr = E.WIDTH
@@ -92,7 +92,7 @@ def multiply_packed_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute an expert's outputs of `h_rows` from column first_n on -> [BLOCK_N, BLOCK_M]."""
+    """Multiply `h_rows` of h with rows first_n .. of an expert's down -> [BLOCK_N, BLOCK_M]."""
     P: tl.constexpr = E.DOWN
     h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
     return multiply(h_rows, valid, w, expert * E.HIDDEN + first_n, E.HIDDEN - first_n,
@@ -107,7 +107,7 @@ def compute_group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
 
 
 def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """Return x in FP8 and its scales for FP8 experts; for other experts return plain x twice."""
+    """Return (x in FP8, its scales) for FP8 experts, and (plain x, plain x) for other experts."""
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:
@@ -118,6 +118,6 @@ def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tenso
 
 
 def empty_intermediate(num_pairs: int, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Allocate h [num_pairs, width] like `like`, and scales [num_pairs, width / 128] fp32."""
+    """Allocate h [num_pairs, width] in like's dtype, and scales [num_pairs, width / 128] fp32."""
     scale_shape = (num_pairs, triton.cdiv(width, GROUP))
     return like.new_empty(num_pairs, width), like.new_empty(scale_shape, dtype=torch.float32)

@@ -30,7 +30,7 @@ def _find_pairs(
     topk_ids_ptr, num_pairs, expert_id, begin, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return BLOCK_M pairs of expert `expert_id`, from pair `begin` of the expert on, and its
+    """Return BLOCK_M pairs of expert `expert_id`, starting with its pair `begin`, and the expert's
     number of pairs. CHUNK tokens are searched at a time; a token has at most one pair of an expert.
     """
     offs = begin + tl.arange(0, BLOCK_M)
@@ -204,9 +204,9 @@ def _gate_up_small_m_kernel(
         gate [BLOCK_N, HIDDEN]              x [BLOCK_M, HIDDEN]^T  ->  h[pairs, BLOCK_N]
         up   [BLOCK_N, HIDDEN]
 
-    With `per_pair` a program belongs to a pair, and computes the pair's expert if no earlier pair
-    has this expert. A shared expert has one program per BLOCK_M tokens, and these programs start
-    first, because one program for all tokens would end after all others.
+    With `per_pair` a program belongs to a pair. It computes the pair's expert, unless an earlier
+    pair has the same expert. A shared expert has one program per BLOCK_M tokens, and these programs
+    start first, because one program for all tokens would end after all others.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     group, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N

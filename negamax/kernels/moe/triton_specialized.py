@@ -11,7 +11,7 @@ of stages in shared memory:
     consumer 1   4 warps    `empty`; the same for pairs 64 .. 127
 
 While one consumer adds its product to the sum in registers, the tensor cores multiply for the
-other. The tile of 128 x 256 needs less bandwidth of shared memory and L2 than the 64 x 128 of
+other. A tile of 128 x 256 needs less bandwidth of shared memory and L2 than a 64 x 128 tile of
 `triton_prefill.py`. For gate and up, the tiles of w are 128 gate rows and the same 128 up rows.
 """
 
@@ -54,8 +54,8 @@ _PRODUCER_REGISTERS = 40
 def _find_expert(
     expert_counts_ptr, tile, expert, first_tile, begin, count, num_experts, TILES_N: gl.constexpr
 ):
-    """Advance from an expert to the expert of `tile`. Return the expert (num_experts: `tile` is
-    after the last tile), its first tile, its first index in sorted_token_ids, its number of pairs.
+    """Advance from an expert to the expert of `tile`. Return this expert (num_experts if there is
+    none), its first tile, its first index in sorted_token_ids, its number of pairs.
     """
     next_tile = first_tile + (count + _SIDE - 1) // _SIDE * TILES_N
     while (expert < num_experts) & (tile >= next_tile):
@@ -241,7 +241,7 @@ def _specialized_large_m_kernel(
     E: gl.constexpr, DOWN: gl.constexpr, TOP_K: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute h of all pairs from x, or (DOWN) their outputs times the routing weights from h."""
+    """Compute h from x, or with DOWN the pairs' outputs times their routing weights from h."""
     x_ring = gl.allocate_shared_memory(w.dtype, [_STAGES, _SIDE, _SIDE], _SHARED_TILE)
     w_ring = gl.allocate_shared_memory(w.dtype, [2 * _STAGES, _SIDE, _SIDE], _SHARED_TILE)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,4 +1,4 @@
-"""Call `rows.c` with the signatures of the ops, on contiguous bf16 or fp32 tensors of the CPU."""
+"""Implement ops by calls of `rows.c`, on contiguous bf16 or fp32 tensors of the CPU."""
 
 import ctypes
 from collections.abc import Callable
@@ -167,7 +167,7 @@ def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, 
 
 
 def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
-    """Attend with q [S, heads, head_dim] to the cache; a gather would move 3 times the bytes."""
+    """Attend with q [S, heads, head_dim]; gathering k and v would move 3 times the bytes."""
     assert q.is_contiguous()
     assert cache.is_unscaled(q.dtype), "CPU kernels cannot read caches with KV scales"
     tables, lengths = plan
@@ -275,7 +275,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
 
 
 def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
-    """Make this file's kernels, in the dtype of `linear`, the experts' `gemm.linear` kernel."""
+    """Make this file's kernels in the dtype of `linear`, which runs the GEMMs of the experts."""
     (dtype,) = linear.dtypes
     options: Any = {"dtypes": (dtype,), "available": lambda: _available(dtype)}
     pages = PagedDecode(

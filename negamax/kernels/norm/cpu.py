@@ -1,6 +1,6 @@
 """RMS norm, in place, on CPUs without a C compiler (`kernels/native`).
 
-Constants are tensors, because converting numbers in each call took 5 of 21 us (256 values, Zen 4).
+Constants are tensors, because converting numbers took 5 of the 21 us of a call (256 values, Zen 4).
 """
 
 import torch

@@ -41,7 +41,7 @@ def rms(x: Tensor, norm: NormWeight) -> Tensor:
 
 
 def sum_parts(x: Tensor) -> Tensor:
-    """Sum x [T, P, width] over its P parts in fp32, rounded once; return x [T, width] unchanged."""
+    """Sum x [T, P, width] over P in fp32 and round the sum; return x [T, width] unchanged."""
     return x if x.dim() == 2 else x.float().sum(dim=1).to(x.dtype)
 
 

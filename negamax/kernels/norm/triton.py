@@ -59,7 +59,7 @@ def scale_row(even, odd, inverse, weight_words, GEMMA: tl.constexpr, DTYPE: tl.c
 def normalize_words(
     words, weight_words, eps, WORDS: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Return the norm of a row of words [BLOCK] (0 where masked) as words."""
+    """Return the norm of a row of words [BLOCK], in which masked words are 0, as words."""
     even, odd = unpack(words, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
     return scale_row(even, odd, inverse, weight_words, GEMMA, DTYPE)

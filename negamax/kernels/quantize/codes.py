@@ -1,4 +1,4 @@
-"""Codes: a quantized matrix with one entry per element, independent of a checkpoint's packing.
+"""Codes represent a quantized matrix with one entry per element, however a checkpoint packs it.
 
 `stored.decode` makes codes. Dequantization, kernels and quantizers work on codes.
 """
@@ -47,7 +47,7 @@ class Codes:
         grouped = numbers.unflatten(-1, (-1, columns)) if is_even else numbers
 
         def spread(each: Tensor) -> Tensor:
-            """Expand one entry per group to the shape of `grouped`."""
+            """Expand `each` (one entry per group) to a shape that broadcasts to `grouped`."""
             each = _floats(each)
             each = each.repeat_interleave(rows, -2)[..., :height, :] if rows > 1 else each
             if is_even:

@@ -2,7 +2,7 @@
 
 PyTorch converts one value at a time. This code shifts the bits of a value to the fields of fp16.
 The fp16 number has the same mantissa and an exponent that is too small by a constant, and vector
-instructions convert fp16 to fp32. Blocks of rows are converted one at a time, in the CPU's cache.
+instructions convert fp16 to fp32. The code converts a block of rows at a time, in cache.
 """
 
 import torch

@@ -13,7 +13,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def unpack(words: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
     """Unpack int32 words along dimension `axis`: each word yields 32 / bits numbers in uint8.
 
-    Number i of a word begins at bit bits * order[i], or without `order` at bits * i.
+    The first bit of number i of a word is bits * order[i], or bits * i if `order` is empty.
     """
     axis %= words.dim()
     mask = (1 << bits) - 1

@@ -1,4 +1,4 @@
-"""Decode stored tensors to a matrix and encode a matrix, according to its `TensorFormat`."""
+"""Decode the stored tensors of a matrix, and encode a matrix, as its `TensorFormat` defines."""
 
 from collections.abc import Mapping
 
@@ -130,7 +130,7 @@ def check_entries(
 
 
 def known_entries(stored: StoredTensor, shape: tuple[int, int]) -> Tensor:
-    """Return the entries that the format prescribes for a matrix of `shape`."""
+    """Return the only valid entries of the tensor `stored` for a matrix of `shape`."""
     if stored.known is Known.SHAPE:
         return torch.tensor(shape)
     if stored.known is Known.ZEROS:
@@ -156,7 +156,7 @@ def _unpack(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Tensor:
 def _unpack_words(
     stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tensor], axis: Axis
 ) -> Tensor:
-    """Unpack a tensor whose words run along `axis` to numbers [..., rows, columns]."""
+    """Unpack a tensor, whose words pack numbers along `axis`, to numbers [..., rows, columns]."""
     at, is_awq = spec.axis(axis), stored.packing is CodePacking.AWQ_WORDS
     assert at is not None
     numbers = unpack(
@@ -169,7 +169,7 @@ def _unpack_words(
 
 
 def _scale(stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return block scales as factors of codes; two-dimensional scales are [..., rows, columns]."""
+    """Return the block scales that multiply codes; 2-D scales are [..., rows, columns]."""
     scale = tensors[spec.name]
     if spec.dtypes == E8M0:
         return scale.view(torch.float8_e8m0fnu)

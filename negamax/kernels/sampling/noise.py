@@ -1,10 +1,10 @@
 """Random numbers that depend only on (seed, position, token id), not on the batch or the rank.
 
 The SplitMix64 finalizer (public domain) turns `seed + golden * (position + 1)` into a row's 64-bit
-key. For a token, one half of the key is added to the id times a constant. A 32-bit finalizer mixes
-each token's sum; between two rounds, the sum is XORed with the other half of the key. The
-multipliers come from MurmurHash3's finalizer and from Knuth's multiplicative hash. Arithmetic is
-modulo 2^32 or 2^64, so the Triton kernel computes the same bits.
+key. A token's bits begin as the token's id times a constant, plus one half of the row's key. A
+32-bit finalizer mixes these bits, and XORs them with the other half of the key between two rounds.
+The multipliers come from MurmurHash3's finalizer and from Knuth's multiplicative hash. Arithmetic
+is modulo 2^32 or 2^64, so the Triton kernel computes the same bits.
 """
 
 import torch

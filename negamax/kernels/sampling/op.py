@@ -127,9 +127,9 @@ def draw_leading(
 ) -> Tensor:  # [R] int64
     """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.
 
-    Rows that are not drawn get their token from `otherwise`. All ranks return the same tokens. Tied
-    tokens are ordered by id. A drawn row whose logits contain NaN or infinity, or only minus
-    infinity, gets -1.
+    Rows that this call does not draw get their token from `otherwise`. All ranks return the same
+    tokens. Tied tokens are ordered by id. A drawn row whose logits contain NaN or infinity, or only
+    minus infinity, gets -1.
     """
     logits = logits.masked_fill(logits.isnan(), torch.inf)
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)

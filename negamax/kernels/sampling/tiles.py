@@ -25,5 +25,5 @@ def tiles_for(device: torch.device) -> SamplingTiles:
 
 
 def strip(vocab: int) -> int:
-    """Return the logits per strip; the selected strips have a few thousand logits in total."""
+    """Return the number of logits per strip; all selected strips together have a few thousand."""
     return 32 if vocab <= 1 << 17 else 64

@@ -210,8 +210,8 @@ def _restore_sortable(key):
 
 @triton.jit
 def _find_top_places(key, COUNT: tl.constexpr):
-    """Number the COUNT largest of the uint32 keys [N] from 0 in the order of their indices. Each
-    smaller key gets the number COUNT. If keys are equal, the first keys are selected. N <= 2^15.
+    """Number the COUNT largest of the uint32 keys [N] 0 to COUNT - 1, in the order of their
+    indices. Each smaller key gets COUNT. If keys are equal, the first keys are selected. N <= 2^15.
 
     The COUNT-th largest key is found two bits at a time, by counting the keys above a threshold.
     """
@@ -277,8 +277,8 @@ def _exchange_leading(
     key, token, place, addresses, flags, row, rank,
     WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Send this rank's keys and tokens to slots `place` of all ranks; return the keys and tokens
-    [WORLD * COUNT] of all ranks, in rank order.
+    """Send this rank's keys and tokens to all ranks, to entries `place` of this rank's slot. Return
+    the keys and tokens [WORLD * COUNT] of all ranks, in rank order.
     """
     flag = tl.load(flags + row) + 1
     offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)

@@ -23,8 +23,8 @@ def place(
 ) -> None:
     """Compute tokens, positions and lengths of a step with T tokens of S sequences.
 
-    With drafts, the token at offset p > 0 of a slot is the slot's draft token p - 1. Draft tokens
-    are written to `tokens` after the known tokens.
+    With `drafts`, the token at offset p > 0 of a slot is draft token p - 1 of the slot. The
+    function also writes the draft tokens to `tokens`, at their positions.
     """
     size, num_tokens = len(places), len(token_ids)
     torch.add(num_computed[columns[:size]], columns[size : 2 * size], out=places)

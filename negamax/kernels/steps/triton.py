@@ -1,4 +1,4 @@
-"""Prepare a step and store its sampled tokens, in one launch per op (PyTorch: several per op)."""
+"""Prepare a step and store its sampled tokens. Each op is one launch; PyTorch needs several."""
 
 import triton
 import triton.language as tl
@@ -36,7 +36,7 @@ def _place_kernel(
 ):
     """Write BLOCK entries of each output. Grid (blocks,).
 
-    Programs read no data of other programs, except padding, for which all programs write equal
+    A program reads data of other programs only for padding tokens, for which all write equal
     values. The kernel starts after its predecessor has ended, so programs do not wait.
     """
     launch_dependents(PDL)

@@ -127,7 +127,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
 
 
 def _room(part: PackedWeight, count: int) -> PackedWeight:
-    """Allocate a packed weight for `count` matrices like `part`."""
+    """Allocate a `PackedWeight` for `count` matrices of the size and packing of `part`."""
     own, rows = part.packing, count * part.num_rows
 
     def room(each: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:
-    """Return `Packing.SCALE` and the scales: numbers if SCALE is "float", else bits as uint8."""
+    """Return `Packing.SCALE` and the stored scales: floats for "float", else bits as uint8."""
     if scale.dtype is torch.float8_e8m0fnu:
         return "e8m0", scale.view(torch.uint8)
     if scale.dtype is not torch.float8_e4m3fn:
@@ -218,7 +218,7 @@ def _held(scale: Tensor) -> tuple[str, Tensor]:
 
 
 def _widened(each: Tensor, group: int, widest: str) -> Tensor:
-    """Widen scales or zero points until entries for 128 columns of a row take 4 bytes or more.
+    """Widen scales or zero points, so that those of 128 columns of a row take at least 4 bytes.
 
     Each thread copies one row of a 128 x 128 tile, and asynchronous copies need 4 bytes per thread.
     """

@@ -2,13 +2,13 @@
 
 Kernels load tiles as words. Four threads load a row, 16 neighboring bytes each. The tensor cores
 expect the codes of a thread's 16 bytes in the same thread (`layout.py`). A warp loads eight rows of
-words, but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the
-order of `compute_load_order`, with which no thread passes unpacked values to another thread.
+words, but the operand of the tensor cores has 16 rows per warp. Kernels therefore load rows in the
+order of `compute_load_order`, so that no thread needs unpacked values of another thread.
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. The scale includes the inverse power except
-for 2^_POST, so that the scale fits into bf16. The final sum is multiplied by 2^_POST.
+bf16, which divides the value by a power of two. Scales are multiplied by this power divided by
+2^_POST, so that they fit into bf16; the final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -46,14 +46,14 @@ def _converts_pairs(DTYPE: Any) -> bool:
 
 @triton.constexpr_function
 def exponent(P: Any, DTYPE: Any) -> int:
-    """Return e: scales include a factor 2^e. If e != 0, codes are too small by 2^(e + _POST)."""
+    """Return e: scales are multiplied by 2^e. Codes are 2^(e + _POST) times too small if e > 0."""
     lack = {"e2m1": 126 - _POST, "e4m3": 120 - _POST}.get(P.ELEMENT, 0)
     return lack if _converts_pairs(DTYPE) else 0
 
 
 @triton.constexpr_function
 def _factor(P: Any, DTYPE: Any) -> float:
-    """Return 2^`exponent`, the factor that scales include."""
+    """Return 2^`exponent`, by which scales are multiplied."""
     return 2.0 ** exponent(P, DTYPE)
 
 
@@ -65,10 +65,10 @@ def multiply(
 ):  # fmt: skip
     """Multiply rows of the packed weight w with rows of x -> [PARTS * BLOCK_N, BLOCK_M] fp32.
 
-    w has `num_rows` rows. Part p of the result has the BLOCK_N rows from `first` + p * APART on;
-    the first `left` rows of a part are valid. Row m of x begins at pointer x_rows[m] if valid[m].
-    The product covers the columns of steps start .. stop - 1 of BLOCK_K columns. The weight is the
-    left operand of `tl.dot`, read from registers.
+    w has `num_rows` rows. Part p of the result is from the BLOCK_N rows of w from `first` + p *
+    APART on; only the first `left` rows of a part are valid. Row m of x begins at pointer x_rows[m]
+    if valid[m]. The product covers the columns of steps start .. stop - 1 of BLOCK_K columns. The
+    weight is the left operand of `tl.dot`, read from registers.
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
     rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
@@ -141,8 +141,8 @@ def convert_sides(
     scale, zero, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `load_side`
-    loaded `scale` (used if GROUPED) and `zero` for all SPANS spans.
+    """Return the factors and addends for `unpack_numbers`, for each product of span `i`.
+    `load_side` loaded `scale` (used if GROUPED) and `zero` for all SPANS spans.
     """
     PART: tl.constexpr = i % (2 // P.CODES)  # index of the span in its block of 128 columns
     factors, added = make_constants(P, DTYPE)
@@ -157,7 +157,7 @@ def convert_sides(
 
 @triton.jit
 def _split_pairs(each, P: tl.constexpr):
-    """Split a span's factors (or addends) by product -> pairs for the two halves of the codes."""
+    """Return two factors (or addends) for each product of a span: one per half of the codes."""
     first, second = split_by_product(each[0], P), split_by_product(each[1], P)
     if P.CODES == 1:
         pairs = ((first[0], second[0]),)
@@ -211,8 +211,8 @@ def load_side(
 ):  # fmt: skip
     """Load stored scales or zero points -> [BLOCK_N, entries] of columns k .. k + BLOCK_K - 1.
 
-    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries where
-    `inside` is false are 0.
+    `rows` [BLOCK_N] are offsets from row `first` of a packed weight with `num_rows` rows. Entries
+    where `inside` is false are 0.
     """
     tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_select_span` needs these sizes
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
@@ -227,8 +227,8 @@ def load_side(
 
 @triton.jit
 def load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
-    """Load the words of the span at column k -> [BLOCK_N, 16]; `rows` count from row `first`. The
-    pointer includes the part of the address that all threads share. The offsets of one thread
+    """Load the words of the span at column k -> [BLOCK_N, 16]; `rows` are offsets from row `first`.
+    The pointer includes the part of the address that all threads share. The offsets of one thread
     therefore differ by constants, which fit into the load instructions.
     """
     row_words, span_words = strides(num_rows, P)
@@ -291,7 +291,7 @@ def _bits_of_scale(P: Any, DTYPE: Any) -> int:
 
 @triton.constexpr_function
 def side_entries(P: Any, IN_WORDS: bool) -> int:
-    """Return how many scales or zero points (IN_WORDS: words) of a row are stored together."""
+    """Return the number of adjacent scales or zero points of a row, or of words if IN_WORDS."""
     groups: int = max(1, layout.SIDE_COLUMNS // P.GROUP)
     return groups // 4 if IN_WORDS else groups
 
@@ -329,8 +329,8 @@ def convert_zeros(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr
 @triton.jit
 def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
     """Repeat fp32 numbers [N, groups of 128 columns] for the four words that a thread has in span
-    `part` -> two tensors [N, 4]: for the first and for the second half of the codes. If codes are
-    converted in pairs, one entry holds the numbers of both halves as two bf16 values.
+    `part` -> two tensors [N, 4]: for the first and the second half of the codes of each word. If
+    codes are converted in pairs, an entry has the numbers of both halves as two bf16 values.
     """
     ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word are in one group
     if _converts_pairs(DTYPE) and ARE_ALIKE:
