@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     if name == "LLM":
         from negamax.base import env
 
-        env.set_openmp_defaults()  # must precede the import of torch
+        env.set_openmp_defaults()  # This call must precede the import of torch.
         from negamax.engine.llm import LLM
 
         return LLM

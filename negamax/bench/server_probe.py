@@ -139,7 +139,7 @@ def read_chat(answer: dict[str, Any]) -> JudgedAnswer:
         raise CheckFailure("the answer lacks fields of a chat completion") from None
     texts = [found.content, found.reasoning, *(text for call in found.calls for text in call)]
     if not all(isinstance(text, str) for text in texts):
-        raise CheckFailure("a text or the arguments of a tool call are not a string")
+        raise CheckFailure("a text, or the arguments of a tool call, is not a string")
     return found
 
 

@@ -136,7 +136,7 @@ def _judge_text(answer: JudgedAnswer, rules: Mapping[str, Any], thinking: str) -
         raise CheckFailure(f"the answer has no content (finish_reason {answer.finish_reason!r})")
     rule = rules.get("reasoning")
     if rule == "off" and thinking == "switchable" and answer.reasoning:
-        raise CheckFailure(f"reasoning is disabled, but present: {answer.reasoning[:60]!r}")
+        raise CheckFailure(f"the answer has disabled reasoning: {answer.reasoning[:60]!r}")
     is_needed = rule == "required" or (rule is not None and thinking == "forced")
     if is_needed and not answer.reasoning:
         raise CheckFailure("no reasoning")
@@ -195,7 +195,7 @@ async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
         raise CheckFailure("prompt_tokens of the answers with and without streaming differ")
     with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]
     if with_usage != [len(streamed.events) - 1]:
-        raise CheckFailure("an event before the last one has usage, or the last one has no usage")
+        raise CheckFailure("an event before the last event has usage, or the last event has none")
 
 
 async def _repeat_prompt(probe: ServerProbe) -> None:

@@ -403,7 +403,7 @@ def _entry(
     if whole is not None:
         part = tuple(range(at, at + size) for at, size in zip(start_in, shape, strict=True))
         if any(p.stop > size for p, size in zip(part, whole, strict=True)):
-            raise ValueError(f"part {list(map(_span, part))} exceeds tensor {name} {list(whole)}")
+            raise ValueError(f"part {list(map(_span, part))} is outside of {name} {list(whole)}")
         shape = tuple(whole)
     return TensorEntry(name, file, str(dtype), shape, begin + start, end - start, part)
 

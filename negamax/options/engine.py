@@ -69,7 +69,7 @@ class EngineOptions:
     )
     script: str | None = option(
         None,
-        "Answer without a model, by the rules in this TOML file or in the bundled file 'agents'.",
+        "Run no model, but answer by the rules in this TOML file or in the bundled file 'agents'.",
     )
     dtype: str = option(
         "auto",
@@ -312,7 +312,7 @@ class EngineOptions:
         also="--pp-size",
     )
     pp_layer_partition: str | None = option(
-        None, "Set the layers of each pipeline stage, such as 16,16,15,15 (default: an even split)."
+        None, "Set the layers per pipeline stage, such as 16,16,15,15 (default: an even split)."
     )
     enable_dynamic_chunking: bool = option(
         True, "Disable dynamic chunking: pipeline stages then get prompt chunks of equal length."
@@ -400,7 +400,7 @@ class EngineOptions:
     )
     distributed_executor_backend: str = option(
         MP,
-        "Start other machines' ranks by running this command there (mp), or through Ray (ray).",
+        "Choose what starts ranks on other machines: your own commands (mp), or Ray (ray).",
         choices=LAUNCHERS,
     )
     ray_placement_timeout: float = option(

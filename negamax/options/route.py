@@ -21,7 +21,7 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Prefill prompts on the server at this URL, for the --decode servers; may be repeated. "
+        "Let the server at this URL prefill prompts for the --decode servers; may be repeated. "
         "With --pd-disaggregation, you may write the server's kv_port after the URL.",
         panel="Servers",
     )

@@ -98,7 +98,7 @@ class ServerOptions:
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "If no API key is set, accept this name in the Host header; repeatable; '*' accepts all.",
+        "Accept this Host header if no API key is set; repeatable; '*' accepts all Host headers.",
         takes_json_list=True,
     )
     allowed_media_domains: tuple[str, ...] = option(
@@ -138,7 +138,7 @@ class ServerOptions:
     )
     request_timeout: float | None = option(
         None,
-        "Abort a request after this many seconds; a request can set less (default: no limit).",
+        "Abort a request after this many seconds; requests can set fewer (default: no limit).",
         above=0,
         is_seconds=True,
     )

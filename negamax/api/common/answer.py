@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # estimated JSON bytes; a thread builds a large answer
+        self.num_bytes = 0  # estimated JSON bytes of the answer; a thread builds large answers
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)

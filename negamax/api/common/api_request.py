@@ -24,7 +24,7 @@ from negamax.scheduler.request import ImageInput, SamplingParams
 
 DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # vLLM's and SGLang's header to select a rank
 MAX_PROMPT_LOGPROBS = 2**22  # maximum number of prompt logprobs in one answer
-_WHOLE_INTERVAL = 32  # The engine sends an unstreamed answer in outputs of this many tokens.
+_WHOLE_INTERVAL = 32  # The engine sends an unstreamed answer in groups of this many tokens.
 _NUMBER = re.compile("[0-9]{1,9}")
 
 ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)

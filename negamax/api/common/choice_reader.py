@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # number of reasoning tokens since the latest call tag; 0: no tag
+        self._num_since_call = 0  # number of reasoning tokens from the latest call tag on
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -134,7 +134,7 @@ class ChoiceReader(_CountingReader):
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._held_reasoning: list[str] = []  # Texts of reasoning to send when the reasoning ends.
+        self._held_reasoning: list[str] = []  # Reasoning texts to send when the reasoning ends.
         self.calls: list[StartedCall] = []
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
@@ -216,7 +216,7 @@ class PlainReader(_CountingReader):
         """Count the reasoning tokens of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # Without a parser, each call tag is treated as a call.
+        if self._counter.is_undecided:  # No parser runs here, so each call tag counts as a call.
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []

@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # More matched characters than this are removed from `_text`.
+_COMPACT_CHARS = 65_536  # If `_text` has more matched characters than this, they are removed.
 _SPACE = re.compile(r"\s*")
 
 
@@ -40,12 +40,12 @@ class ContentLogprobs:
         self._is_mid_character = False
         # Start and end position of each token in the whole text, and the token's logprobs.
         self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
-        self._new_texts: list[str] = []  # Texts of new tokens, not yet in `_text`.
+        self._new_texts: list[str] = []  # Texts of new tokens that `_text` lacks.
         self._text = ""
         self._start = 0  # Position of `_text` in the whole generated text.
         self._at = 0  # position in `_text` at which the last match ends
         self._end = 0  # Number of characters of the generated text so far.
-        self._of_block: dict[int, list[ChatLogprob]] = {}  # content block's index -> logprobs
+        self._of_block: dict[int, list[ChatLogprob]] = {}  # index of a content block -> logprobs
         self._num_parts: dict[int, int] = {}  # block index -> number of matched parts of text
         self._latest = -1  # Index of the block that was matched last.
 

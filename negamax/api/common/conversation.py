@@ -27,7 +27,7 @@ from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plai
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _PROBE_CHARS_PER_TOKEN = 8  # first encode this many characters per context token of a long prompt
-_LEAST_TOKENS = 2**18  # minimum of `compute_max_tokens`, for models with short contexts
+_LEAST_TOKENS = 2**18  # minimum result of `compute_max_tokens`, for models with short contexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # Larger requests use a thread. -1: all requests, as they wait for the tokenizer's process.
+        # Requests with more bytes use a thread; -1: all requests, which wait for the tokenizer.
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
@@ -208,7 +208,7 @@ class _Mark:
 
     text: str
     is_in_reasoning: bool
-    continued: str  # Text of the last message without the mark.
+    continued: str  # Text of the last message without the mark that `put` added.
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> Self:

@@ -65,7 +65,7 @@ class History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    # (index in `messages`, parts) of each message that has hidden thoughts
+    # index in `messages`, and parts, of each message that has hidden thoughts
     _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
 
     @property

@@ -53,7 +53,7 @@ def read_transfer(
     if given.do_remote_decode:
         _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
         if num_prompts > 1:
-            return Transfer()  # An answer can describe the kept KV blocks of one prompt only.
+            return Transfer()  # An answer's kv_transfer_params describe one prompt only.
         return Transfer(lease_id=secrets.token_hex(16))
     if not given.do_remote_prefill:
         return Transfer()

@@ -169,7 +169,7 @@ async def answer_blocks(
 ) -> Response:
     """Answer with the `PromptBlocks` of a prompt. `images` have no pixels."""
     size, salt = context.engine.info.block_size, get_cache_salt(request)
-    # The hash of a block with an image depends on the pixels.
+    # The hash of a block with an image needs the pixels, which are missing here.
     hashed = token_ids[: images[0].offset + 1] if images else token_ids
 
     def answer() -> Response:

@@ -78,7 +78,7 @@ class ChatRequest(StructuredRequest):
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
     messages: Messages  # At most 16,384 messages; the latest message is last.
-    # `max_tokens`: limit of generated tokens. With 0, the server only caches the prompt.
+    # `max_tokens`: limit of generated tokens. A limit of 0 only caches the prompt.
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
@@ -91,13 +91,13 @@ class ChatRequest(StructuredRequest):
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
-    continue_final_message: bool = False  # Extend the last message. Not with add_generation_prompt.
-    echo: bool = False  # Return also the text that continue_final_message continues.
+    continue_final_message: bool = False  # Extend the last message; excludes add_generation_prompt.
+    echo: bool = False  # Also return the text that continue_final_message continues.
     thinking: ThinkingParam | None = None  # Whether and how long the model thinks.
     # `thinking_mode` selects whether the model thinks, as in M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
-    # `reasoning_effort`: how much the model thinks, if the template uses it; "none": not at all.
+    # `reasoning_effort`: how much to think, if the template reads this field; "none": not at all.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
     separate_reasoning: bool | None = None  # SGLang's field; false keeps the reasoning in content.
@@ -169,7 +169,7 @@ class ChatRequest(StructuredRequest):
 
 class FunctionCall(Struct, frozen=True):
     name: str | UnsetType = UNSET  # Tool name; only the first delta of a call has the name.
-    arguments: str | UnsetType = UNSET  # JSON text of the arguments, or its next part in a stream.
+    arguments: str | UnsetType = UNSET  # JSON text of the arguments; in a stream, its next part.
 
 
 class ToolCall(Struct, frozen=True):

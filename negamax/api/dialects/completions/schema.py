@@ -70,7 +70,7 @@ class TextChoice(Struct, frozen=True):
     logprobs: TextLogprobs | None  # Log-probabilities of the text's tokens, if requested.
     finish_reason: str | None  # `stop`, `length` or `abort`; null before the last chunk.
     stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token that ended the text.
-    token_ids: list[int] | UnsetType = UNSET  # Token ids of the text, with return_token_ids.
+    token_ids: list[int] | UnsetType = UNSET  # Token ids of the text, if return_token_ids is set.
     # `prompt_logprobs`: one object per token, with token ids as keys, and null for the first token.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, if return_token_ids is set.

@@ -25,7 +25,7 @@ _FORMS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_t
 class NativeSampling(SamplingFields):
     """The field `sampling_params`."""
 
-    # Limit of generated tokens. With 0, the server caches the prompt and returns no text.
+    # Limit of generated tokens. A limit of 0 caches the prompt and returns no text.
     max_new_tokens: int = Field(default=128, ge=0)
     min_new_tokens: int = 0  # An answer with fewer tokens ignores end tokens and stop strings.
     n: int = 1  # Number of answers to the prompt.
@@ -33,7 +33,7 @@ class NativeSampling(SamplingFields):
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
     no_stop_trim: bool = False  # Keep the stop string or token in the answer.
     skip_special_tokens: bool = True  # Omit the text of special tokens.
-    json_schema: dict[str, Any] | str | bool | None = None  # JSON schema that the text follows.
+    json_schema: dict[str, Any] | str | bool | None = None  # JSON schema of the whole text.
     regex: str | None = None  # Regular expression for the whole text.
     ebnf: str | None = None  # An EBNF grammar with the start rule `root`.
     structural_tag: dict[str, Any] | str | None = None  # Grammars for text between tags.
@@ -67,7 +67,7 @@ class NativeRequest(EngineRequest):
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt index with logprobs; -1: none.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt token with logprobs; -1: none.
     top_logprobs_num: int = Field(default=0, ge=0)  # Number of likely tokens to list per position.
     return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
@@ -202,7 +202,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
     speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
     avg_spec_accept_length: float | None = None  # Mean generated tokens per step with drafts.
-    # `synthetic_acceptance_length`: simulated mean of a benchmark, whose answers are meaningless.
+    # `synthetic_acceptance_length`: mean tokens per step in a benchmark with meaningless answers.
     synthetic_acceptance_length: float | None = None
 
 

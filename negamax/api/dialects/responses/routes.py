@@ -362,7 +362,7 @@ class _Responses:
         allowed = self._context.body_limits.num_bytes
         if num_bytes > allowed:
             raise PayloadTooLargeError(
-                f"input: {num_bytes} bytes with referenced items exceed the limit of {allowed}",
+                f"input and its referenced items have {num_bytes} bytes; allowed: {allowed}",
                 code="body_too_large",
             )
         return given, num_bytes

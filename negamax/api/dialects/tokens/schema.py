@@ -55,7 +55,7 @@ class TokenizeRequest(RequestModel):
     messages: Messages | None = None  # A conversation, instead of prompt.
     tools: Tools | None = None  # Tools that the prompt shows with the messages.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
-    continue_final_message: bool = False  # Extend the last message. Not with add_generation_prompt.
+    continue_final_message: bool = False  # Extend the last message; excludes add_generation_prompt.
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     return_token_strs: bool = False  # Return the texts of the tokens.
 
