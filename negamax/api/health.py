@@ -37,7 +37,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
         return build_json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
 
     router.add_api_route("/health", health, methods=["GET"])
-    for method in ("GET", "POST"):  # An OpenAPI operation has only one method.
+    for method in ("GET", "POST"):  # OpenAPI describes each method separately.
         router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/version")

@@ -64,7 +64,7 @@ class Histogram:
         return family
 
 
-# Names of counters, whose columns follow those of `Lifecycle` and precede those of histograms.
+# Names of counters. Their columns are between the columns of `Lifecycle` and of histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS
@@ -102,7 +102,7 @@ class Measurements:
         for names in _COUNTS:
             counts.append(Counts(names, numbers=numbers, index=index, start=start))
             start += len(names)
-        # Finished choices by reason, refusals by code, and numbers of requests and tool calls.
+        # Counts of finished choices by reason, of refusals by code, and of requests and tool calls.
         self.finished, self.rejections, self.events = counts
         self.histograms: dict[str, Histogram] = {}
         for key, bounds in _BOUNDS.items():

@@ -27,9 +27,9 @@ from negamax.engine.wire import RankStats
 
 _SAMPLE_SECONDS = 1.0  # Interval over which rates are measured.
 _TEXTS: dict[str, str] = METRICS["texts"]  # Metric -> help text.
-# `_COPIES`: counters of copied KV blocks: (field of the statistics, vLLM's copy direction).
+# `_COPIES`: (field that counts copied KV blocks, vLLM's name of the copy direction).
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
-# Counters of KV cache tokens in files: (field of the statistics, SGLang's metric name).
+# (field that counts KV blocks read from or written to files, SGLang's metric in tokens).
 _FILES = (
     ("num_file_reads", "sglang:prefetched_tokens"),
     ("num_file_writes", "sglang:backuped_tokens"),

@@ -34,7 +34,7 @@ class RequestRecord:
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # requested, then (from `start` on) applied parameters
+    sampling: SamplingParams  # parameters of the request; later, the parameters in use
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
     start: float | None = None  # Time of the request's first engine step.
@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # Later choices do not change the start.
+        if self.start is None:  # Only the first choice sets `start`.
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

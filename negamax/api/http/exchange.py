@@ -13,7 +13,7 @@ from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 17  # Size limit of an answer's head.
-# `_OWN_*`: headers that are not relayed, as they belong to one connection or the relay sets them.
+# Headers `_OWN_*` are not relayed: some belong to one connection, and the relay sets the others.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -147,7 +147,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # False during an answer, and after an unrequested answer
+        self._is_reusable = False  # The connection is not reusable until a requested answer ends.
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 

@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # Other processes are ready if process 0's heartbeat is at most this old.
+_SILENT_SECONDS = 0.75  # If process 0's heartbeat is older, other server processes are not ready.
 
 
 class Lifecycle:
@@ -168,7 +168,7 @@ class Signals:
     def _received(self) -> None:
         self._count += 1
         if self._count > 2:
-            os._exit(1)  # The third signal means that shutdown hangs.
+            os._exit(1)  # After the third signal, exit at once, because shutdown may hang.
         if self._drain is None or self._abort is None:
             assert self._main is not None
             self._main.cancel()

@@ -26,7 +26,7 @@ MAX_FRAMING_BYTES = 64 * 1024  # Size limit of the chunk extensions and trailers
 # `MAX_UNWANTED_BYTES`: size limit of the part of a body that arrives after the answer.
 MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.
-_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which `MAX_FRAMING_BYTES` excludes.
+_CHUNK_BYTES = 32  # Bytes for a chunk's size and line ends; `MAX_FRAMING_BYTES` excludes them.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 # Names of timers: for a head, for the rest of a body, and for a client that does not read.
 _HEAD, _BODY, _READER = "head", "body", "reader"
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_head(len(data))
         elif self._in_body:
             self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
-        # The received bytes did not begin a request.
+        # The data began no request, so restart the timer of the idle connection.
         elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -164,14 +164,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` removes the upgrade and parses the head again.
+            return  # `_parse` removes the upgrade headers and parses the head again.
         super().on_headers_complete()  # Raises if the URL cannot be parsed.
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # The app starts after this.
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set before the app starts.
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                # The replaced parser had the same setting.
+                # The new parser needs the same setting as the replaced parser.
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 

@@ -28,7 +28,7 @@ _LEAST_COMMAS = 2**20  # Minimum of the comma limit, for models with short conte
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
-_PIECE_LEVELS = 4  # Nesting levels decoded in pieces: messages, message, parts, part.
+_PIECE_LEVELS = 4  # Number of nesting levels to decode in pieces: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
 _MOST_LONG_NUMBERS = 32  # limit of long numbers per body, because parsing them takes quadratic time
 _LONG_NUMBER = b"0" * 400
@@ -52,7 +52,7 @@ class BodyLimits:
 
     num_bytes: int
     context_length: int  # context length of the model in tokens
-    chars: int  # maximum characters of a non-ASCII text, whose characters take more memory
+    chars: int  # maximum length of a non-ASCII text, which needs more memory per character
     commas: int  # Limit of commas, which separate elements.
     openers: int  # Limit of '[', '{' and ':', because containers take more memory than numbers.
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 # The tenant whose request the current task handles; "" if there is only one tenant.
 SENDER = ContextVar("sender", default="")
-# Few threads suffice, because they share the GIL or wait for child processes of `Confined`.
+# A few threads are enough: they share the GIL, or wait for child processes (`Confined`).
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
 _NUM_LARGE = _NUM_THREADS // 2  # Maximum number of threads that run large work at once.
 _SIZES = (128 * 1024, 2**20)  # Limits in bytes above which work is large, or very large.
@@ -56,7 +56,7 @@ class RequestThreads:
         self._large = Counter[str]()  # sender -> number of the sender's large tasks in progress
         self._flows: dict[tuple[str, int], _Flow] = {}  # (sender, size class) -> flow
         self._waiting: list[_Flow] = []  # Flows with waiting work.
-        self._latest = 0.0  # largest `_Flow.seconds` at which work was started
+        self._latest = 0.0  # largest `_Flow.seconds` at the start of any work so far
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
         """Queue `work` of `sender`, and return its future. Cancelled work is not run."""
@@ -65,7 +65,7 @@ class RequestThreads:
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # Past idle time gives no priority.
+                flow.seconds = max(flow.seconds, self._latest)  # An idle flow gains no priority.
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()

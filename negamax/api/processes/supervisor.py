@@ -44,7 +44,7 @@ class ServerSupervisor:
         listener: socket.socket,
     ) -> None:
         """Start the processes, which wait for the engine and listen at `listener`'s address."""
-        # The result is the reason why a process cannot be started or is not started again.
+        # `failed` receives the reason why a process cannot be started or is not restarted.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_death: Callable[[int], None] | None = None  # The callback receives a process index.
         self._rank = rank

@@ -49,7 +49,7 @@ class BlockIndex:
         self.num_losses = 0  # How often events were lost or malformed.
         self.next_number: int | None = None  # Number of the next batch; None: any number.
         self._endpoint = endpoint
-        self._levels: dict[int, int] = {}  # Block hash -> sum of the `_LEVELS` that have the block.
+        self._levels: dict[int, int] = {}  # Block hash -> bits of the `_LEVELS` with the block.
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class EventReader:
                 self._poller.run(_POLL_MS)
                 for feed in self._feeds:
                     feed.check_time()
-        finally:  # After an error, the router estimates the content of caches.
+        finally:  # Without live events, the router estimates the content of caches.
             for index in self.indexes:
                 index.is_live = False
 
@@ -157,7 +157,7 @@ class _Poller:
 
     def run(self, wait_ms: int) -> None:
         for socket, _ in self._poller.poll(wait_ms):
-            if handler := self._handlers.get(socket):  # An earlier handler may remove a socket.
+            if handler := self._handlers.get(socket):  # Another handler may have removed it.
                 handler()
 
 
@@ -176,7 +176,7 @@ class _Feed:
         self._last = -1  # Number of the last live batch.
         self._is_connected = False
         self._replay: zmq.Socket[bytes] | None = None
-        self._began = 0.0  # When the replay began, or the last message arrived.
+        self._began = 0.0  # Monotonic second when the replay began or the last message arrived.
         self._live = self._open(zmq.SUB)
         self._live.subscribe(b"")
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

@@ -54,7 +54,7 @@ class RoutedServer:
         self._indexes = indexes
         self._next_ask = 0.0  # Monotonic time before which the server is not asked for blocks.
         self.open_prompts: dict[str, PromptBlocks] = {}  # open request's name -> prompt's blocks
-        self.limits: set[asyncio.Timeout] = set()  # Time limits that a failed probe ends.
+        self.limits: set[asyncio.Timeout] = set()  # A failed probe ends these timeouts of prefills.
         # `num_*`: counters of requests since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         self.num_event_hits = 0
@@ -187,7 +187,7 @@ class OpenCall:
     prompt: RoutedPrompt
     num_pending: int  # number of prompt tokens that `server` probably computes
     exchange: Exchange | None = None  # `close` closes it
-    prefill: asyncio.Task[Any] | None = None  # computes the prompt on another server until `close`
+    prefill: asyncio.Task[Any] | None = None  # prefill on another server; `close` cancels the task
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 

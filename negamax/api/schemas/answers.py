@@ -78,11 +78,11 @@ class PromptBlocks(Struct, frozen=True):
 
     num_tokens: int  # Number of tokens in the prompt.
     block_size: int  # Number of tokens in a block.
-    # `block_hashes` before the first image, as in KV events. No block has the prompt's last token.
+    # `block_hashes` as in KV events, for blocks before the first image and the prompt's last token.
     block_hashes: list[int]
 
 
-# One object per prompt token, with token ids as keys. The first prompt token has null.
+# One object per prompt token, with token ids as keys; null for the first prompt token.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -93,7 +93,7 @@ class TransferParams(Struct, frozen=True, kw_only=True):
     do_remote_decode: bool = False  # Keep the prompt's KV cache, because another server decodes.
     remote_block_ids: list[Any] | None = None  # Indices of the kept KV blocks in the prompt.
     remote_engine_id: str | None = None  # Id of the remote engine, which has the KV blocks.
-    remote_request_id: str | None = None  # Name of the kept prompt in the remote engine.
+    remote_request_id: str | None = None  # Id by which the remote engine finds the kept prompt.
     remote_host: str | None = None  # Host at which the remote engine listens.
     remote_port: int | None = None  # Port at which the remote engine listens.
     tp_size: int | None = None  # Number of tensor-parallel ranks of the remote engine.
@@ -105,7 +105,7 @@ class TransferParams(Struct, frozen=True, kw_only=True):
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
     """The common fields of chat and plain completions."""
 
-    # Parameters for the decoding server, if the request has do_remote_decode.
+    # Object to send to the decoding server; only in answers to requests with do_remote_decode.
     kv_transfer_params: TransferParams | UnsetType = UNSET
 
     id: str  # A prefix, followed by the request's id or a random id.

@@ -230,7 +230,7 @@ def _describe_validation_error(error: ValidationError) -> InvalidRequestError:
     path = ""
     for part in first["loc"]:
         if isinstance(part, str) and _UNION_BRANCH.match(part):
-            continue  # Skip the name of a union branch, which pydantic adds.
+            continue  # Skip names of union branches, which pydantic adds to the path.
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     kind, message = first["type"], first["msg"]
     if kind in ("unknown_parameter", "unsupported_parameter"):

@@ -18,7 +18,7 @@ from negamax.text.chat_template import RESERVED_KWARGS
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
-# `common.turn.constrain` sets the parameters removed here, because they depend on the prompt.
+# `common.turn.constrain` sets the three excluded parameters, because they depend on the prompt.
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
     "grammar", "reasoning", "thinking_token_budget",
 }  # fmt: skip
@@ -111,10 +111,10 @@ class SamplingFields(RequestModel):
     temperature: float | None = None  # Sampling temperature; 0 is greedy.
     top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
     top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1 mean all.
-    min_p: float | None = None  # Least probability of a sampled token, relative to the likeliest.
+    min_p: float | None = None  # Least ratio of a token's probability to the highest probability.
     repetition_penalty: float | None = None  # Values above 1 make earlier tokens less likely.
-    frequency_penalty: float = 0.0  # Each occurrence in the answer lowers a token's logit by this.
-    presence_penalty: float = 0.0  # Lowers a token's logit by this if the answer has the token.
+    frequency_penalty: float = 0.0  # Subtracted from a token's logit per occurrence in the answer.
+    presence_penalty: float = 0.0  # Subtracted from the logits of tokens that the answer contains.
     logit_bias: LogitBias | None = None  # Values to add to logits, by token id.
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # Tokens that end the answer.
     ignore_eos: bool = False  # Continue after the end token.
@@ -174,7 +174,7 @@ class GenerationRequest(SampledRequest):
 
     stream_options: StreamOptions = StreamOptions()  # Settings for streams.
     n: int = 1  # Number of answers to the prompt.
-    # Only `allowed_token_ids` are sampled; excludes grammars, forced calls and thinking budgets.
+    # Sample only `allowed_token_ids`; grammars, forced calls and thinking budgets are refused.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.

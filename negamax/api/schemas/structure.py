@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Request field -> grammar kind; `_STRUCTURED_KINDS`: key of `structured_outputs` -> grammar kind.
+# Request fields (and, in `_STRUCTURED_KINDS`, keys of `structured_outputs`) -> grammar kind.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -120,7 +120,7 @@ def build_format_grammar(
         case "json_object" if form.get("schema") is None:
             return Grammar(kind="json_object")
         case "json_object":
-            is_nested = False  # Clients of llama.cpp send `schema` beside `type`.
+            is_nested = False  # Here `schema` is beside `type`, as llama.cpp's clients send it.
         case "structural_tag":
             return build_grammar("structural_tag", dict(form), param=param)
     described: Any = form

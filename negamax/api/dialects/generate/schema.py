@@ -211,7 +211,7 @@ class ExpertPlaces(Struct, frozen=True):
 
     # Per layer, the id of the expert in each slot. The slots of rank 0 are first.
     physical_to_logical_map: list[list[int]]
-    balancedness: float  # Mean expert load of all ranks / largest expert load of a rank.
+    balancedness: float  # Mean load per rank / load of the busiest rank, in expert selections.
 
 
 class ExpertDistribution(Struct, frozen=True):

@@ -21,7 +21,7 @@ _CLEAR_AT = ("never", "next_user_message")
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# `_BILLING_LINE`: a changing line of Claude Code's prompts that would prevent prefix caching.
+# `_BILLING_LINE` matches a changing line of Claude Code, which would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -171,7 +171,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_reasoning(
                     thought or HiddenThought(_read_string(block, "signature", place))
                 )
-            case "compaction":  # Another server's summary of messages, or null.
+            case "compaction":  # `content` is another server's summary of messages, or null.
                 summary = _read_string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:

@@ -23,7 +23,7 @@ from negamax.config.grammar import Grammar
 
 _THINKING = {mode: mode for mode in MODES} | {"between_tools": "adaptive"}
 _DISPLAYS = ("summarized", "omitted", "updates")
-THREAD_UNSUPPORTED = "thread_unsupported_request"  # Error code of Anthropic's API.
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's error code for unsupported threads.
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
@@ -46,7 +46,7 @@ class ThinkingConfig(RequestModel):
     # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Limit of thinking tokens.
-    # `display`: with "omitted", only the signature contains the thinking.
+    # If `display` is "omitted", only the signature contains the thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -78,7 +78,7 @@ class CountRequest(TurnRequest):
     thinking: ThinkingConfig | None = None  # Whether and how much the model thinks.
     output_config: OutputConfig = OutputConfig()  # Reasoning effort, and format of the text.
     output_format: dict[str, Any] | None = None  # The earlier name of output_config.format.
-    # The server refuses `thread` with an error code that makes clients send all messages.
+    # The server refuses a `thread`, and clients then send all messages instead.
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
@@ -182,7 +182,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     role: str = "assistant"  # Author of the message.
     model: str  # Model name that the request used.
     content: list[ContentBlock]  # Blocks in the order of generation.
-    # `stop_reason`: end_turn, max_tokens, model_context_window_exceeded, stop_sequence, tool_use.
+    # stop_reason is end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
     usage: MessageUsage  # Token counts of the prompt and the answer.
@@ -209,7 +209,7 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 
 
 class StopDelta(Struct, frozen=True):
-    # `stop_reason`: end_turn, max_tokens, model_context_window_exceeded, stop_sequence, tool_use.
+    # stop_reason is end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
 

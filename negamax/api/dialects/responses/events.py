@@ -126,7 +126,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # Logprobs are matched in the order of the answer's blocks.
+            self._of_block(block)  # Assign logprobs to the blocks in the order of the answer.
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -201,7 +201,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # The whole call shows the item's type.
+                if self._has_own_item(block):  # The type of the item depends on the whole call.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")

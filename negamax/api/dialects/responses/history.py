@@ -56,7 +56,7 @@ def build_history(
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
-    notes: list[tuple[str, str]] = []  # (text, path) of items between calls, shown after the calls
+    notes: list[tuple[str, str]] = []  # (text, path) of items between calls, moved after the calls
     local_calls = {
         item["id"]: item.get("call_id")
         for _, item in items

@@ -14,7 +14,7 @@ class ReasoningText(Struct, frozen=True, tag="reasoning_text", tag_field="type")
 
 
 class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
-    text: str  # Same text as in `content` of the reasoning.
+    text: str  # Text of the reasoning; the item's `content` has the same text.
 
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
@@ -31,9 +31,9 @@ class Item(Struct, frozen=True, tag_field="type"):
 
 
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
-    summary: list[SummaryText]  # The list has one part if reasoning.summary is set.
+    summary: list[SummaryText]  # One part if the request sets reasoning.summary, else empty.
     content: list[ReasoningText]  # The list always has one part.
-    encrypted_content: str | UnsetType | None = UNSET  # The reasoning, if `include` requests it.
+    encrypted_content: str | UnsetType | None = UNSET  # The reasoning, if requested by `include`.
 
 
 class MessageItem(Item, frozen=True, tag="message"):
@@ -62,7 +62,7 @@ class LocalEnvironment(Struct, frozen=True, tag="local", tag_field="type"):
 class ShellCallItem(Item, frozen=True, tag="shell_call"):
     call_id: str  # Id to use in the shell_call_output.
     action: JsonObject  # Object with `commands`, `timeout_ms` and `max_output_length`.
-    environment: LocalEnvironment = LocalEnvironment()  # Machine that runs the shell.
+    environment: LocalEnvironment = LocalEnvironment()  # The client's machine runs the shell.
 
 
 class LocalShellCallItem(Item, frozen=True, tag="local_shell_call"):
@@ -120,13 +120,13 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class ReasoningEcho(Struct, frozen=True):
-    effort: str | None  # Repeats the value in the request.
-    summary: str | None  # Repeats the value in the request.
+    effort: str | None  # Same value as in the request.
+    summary: str | None  # Same value as in the request.
 
 
 class TextEcho(Struct, frozen=True):
-    format: JsonObject  # Format in the request; default `text`.
-    verbosity: str  # Verbosity in the request; default `medium`.
+    format: JsonObject  # Text format that the request sets; default `text`.
+    verbosity: str  # Verbosity that the request sets; default `medium`.
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
@@ -137,26 +137,26 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     created_at: int  # Unix time of the creation, in seconds.
     completed_at: int | None = None  # Unix time of the completion; null if not completed.
     status: str  # `queued`, `in_progress`, `completed`, `incomplete`, `failed` or `cancelled`.
-    background: bool  # Repeats the value in the request.
+    background: bool  # Same value as in the request.
     error: ResponseError | None = None  # Why the response failed.
     incomplete_details: IncompleteDetails | None = None  # Why the response is incomplete.
-    instructions: str | None  # Repeats the value in the request.
-    max_output_tokens: int | None  # Repeats the value in the request.
+    instructions: str | None  # Same value as in the request.
+    max_output_tokens: int | None  # Same value as in the request.
     max_tool_calls: int | None = None  # Always null: the number of calls has no limit.
-    metadata: dict[str, str]  # Repeats the value in the request.
+    metadata: dict[str, str]  # Same value as in the request.
     model: str  # Model name that the request used.
     output: list[OutputItem]  # Items in the order in which the model wrote them.
-    parallel_tool_calls: bool  # Repeats the value in the request.
-    previous_response_id: str | None  # Repeats the value in the request.
-    reasoning: ReasoningEcho  # Repeats the value in the request.
+    parallel_tool_calls: bool  # Same value as in the request.
+    previous_response_id: str | None  # Same value as in the request.
+    reasoning: ReasoningEcho  # Same value as in the request.
     service_tier: str = "default"  # Always `default`.
-    store: bool  # Repeats the value in the request.
-    temperature: float  # Value that the sampler used.
-    text: TextEcho  # Repeats the value in the request.
-    tool_choice: str | JsonObject  # Repeats the value in the request.
-    tools: list[JsonObject]  # Repeats the value in the request.
-    top_logprobs: int = 0  # Repeats the value in the request.
-    top_p: float  # Value that the sampler used.
+    store: bool  # Same value as in the request.
+    temperature: float  # Sampling temperature that the server used.
+    text: TextEcho  # Same value as in the request.
+    tool_choice: str | JsonObject  # Same value as in the request.
+    tools: list[JsonObject]  # Same value as in the request.
+    top_logprobs: int = 0  # Same value as in the request.
+    top_p: float  # Sampling parameter top_p that the server used.
     truncation: str = "disabled"  # Always `disabled`.
     usage: ResponseUsage | None = None  # Token counts; null before the response ends.
     user: str | None = None  # No effect.
@@ -177,7 +177,7 @@ class ItemList(Struct, frozen=True, kw_only=True):
     """A page of the input items of a response."""
 
     object: str = "list"  # Type of the object.
-    data: list[JsonObject]  # Input items with stable ids; their content is a list of parts.
+    data: list[JsonObject]  # Input items with stable ids, and with lists of parts as content.
     first_id: str | None  # Id of the first item; null for an empty page.
     last_id: str | None  # Id of the last item, for `after` of the next page.
     has_more: bool  # Whether more items follow this page.
@@ -193,7 +193,7 @@ class StreamEvent(Struct, frozen=True, kw_only=True):
 class GrowthEvent(StreamEvent, frozen=True, kw_only=True):
     """An event that extends an item."""
 
-    item_id: str  # Id of the item that the event extends.
+    item_id: str  # Id of the item to which the event belongs.
     output_index: int  # Index of the item in `output` of the response.
 
 
@@ -234,5 +234,5 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     arguments: str | UnsetType = UNSET  # All arguments of the call as JSON; only in a done event.
     input: str | UnsetType = UNSET  # The whole tool input; only in a done event.
     name: str | UnsetType = UNSET  # Name of the called tool; only in a done event of arguments.
-    # `logprobs` of the tokens of `delta` or `text`; only events of output_text have logprobs.
+    # Only events of output_text have `logprobs`, for the tokens of `delta` or `text`.
     logprobs: list[ChatLogprob] | UnsetType = UNSET

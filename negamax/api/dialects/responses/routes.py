@@ -52,8 +52,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEMS = "items"  # Name of the internal request that gets items from another server process.
-_FETCH_SECONDS = 5.0  # Time that a stopping server waits until a client fetches a response.
+_ITEMS = "items"  # Name of the request by which server processes read each other's items.
+_FETCH_SECONDS = 5.0  # Longest wait of a stopping server for a client to fetch a response.
 
 
 def make_responses_router(context: ApiContext) -> APIRouter:
@@ -151,7 +151,7 @@ class _Responses:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # response id -> event that a fetch sets
+        self._awaited: dict[str, asyncio.Event] = {}  # response id -> event that a GET request sets
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )

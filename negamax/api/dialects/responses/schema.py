@@ -82,7 +82,7 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
 class ReasoningConfig(RequestModel):
     """The field `reasoning`: the effort, and whether the answer contains a summary."""
 
-    # How much the model thinks, if the template uses the effort. "none" disables thinking.
+    # How much the model thinks; templates may ignore the effort. "none" disables thinking.
     effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
     # Any value other than "none" adds a summary that repeats the whole reasoning.
     summary: Annotated[str, validate_one_of("reasoning.summary", _SUMMARIES)] | None = None
@@ -112,7 +112,7 @@ class ResponsesRequest(TurnRequest):
     parallel_tool_calls: bool = True  # False allows at most one call per answer.
     reasoning: ReasoningConfig = ReasoningConfig()  # Reasoning effort and kind of summary.
     text: TextConfig = TextConfig()  # Format of the answer.
-    # `include`: reasoning.encrypted_content and message.output_text.logprobs add output fields.
+    # `include` can add reasoning.encrypted_content and message.output_text.logprobs to the output.
     include: list[str] = Field(default_factory=list)
     # Likely tokens to list per position. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)

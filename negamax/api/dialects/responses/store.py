@@ -13,14 +13,14 @@ from negamax.text.messages import is_unseen
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
-_SMALL_BYTES = 1024  # Larger fields that the prompt omits are not stored.
+_SMALL_BYTES = 1024  # Fields above this size are stored only if the prompt shows them.
 _ITEM_FIELDS = (
     "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
     "operation", "tools", "text", "result", "value",
 )  # fmt: skip
 _PART_FIELDS = ("text", "refusal", "content", "output", "result", "value", "stdout", "stderr")
 _SETTING_FIELDS = ("description", "parameters", "function", "tools", "schema")
-_SHOWN_SETTINGS = (  # Types of settings that the prompt shows, or that constrain the answer.
+_SHOWN_SETTINGS = (  # Types of tools, choices and formats that affect the prompt or the answer.
     "function", "custom", "namespace", "tool_search", "allowed_tools", "json_schema",
 )  # fmt: skip
 

@@ -51,8 +51,8 @@ class TokenizeRequest(RequestModel):
             ),
         ]
         | None
-    ) = None  # A text or up to 1,024 texts, instead of messages.
-    messages: Messages | None = None  # A conversation, instead of prompt.
+    ) = None  # One text, or up to 1,024 texts. Send either `prompt` or `messages`.
+    messages: Messages | None = None  # A conversation. Send either `messages` or `prompt`.
     tools: Tools | None = None  # Tools that the prompt shows with the messages.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
     continue_final_message: bool = False  # Extend the last message; excludes add_generation_prompt.
@@ -97,5 +97,5 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 class DetokenizeAnswer(Struct, frozen=True):
     """The text of the tokens. For several lists of tokens, `prompt` and `text` are lists."""
 
-    prompt: str | list[str]  # The decoded text. vLLM has the same field.
-    text: str | list[str]  # The decoded text. SGLang has the same field.
+    prompt: str | list[str]  # The decoded text, in the field that vLLM uses.
+    text: str | list[str]  # The decoded text, in the field that SGLang uses.
