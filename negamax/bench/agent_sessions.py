@@ -18,7 +18,7 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
 STEPS_PER_TASK = (3, 9)  # Fewest and most assistant turns per user message.
-RESULT_SPREAD = (0.3, 1.7)  # Lengths of shortest and longest tool result / mean length.
+RESULT_SPREAD = (0.3, 1.7)  # Shortest and longest tool result, as multiples of the mean length.
 TWO_CALLS_SHARE = 0.25
 
 _TEXTS = read_table(__file__)

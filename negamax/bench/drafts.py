@@ -22,7 +22,7 @@ class DraftCounts:
     draft_tokens: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
-    is_synthetic: bool = False  # whether a random schedule accepts drafts
+    is_synthetic: bool = False  # whether the engine accepts draft tokens at random
 
     @staticmethod
     def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> "DraftCounts":

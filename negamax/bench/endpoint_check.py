@@ -64,7 +64,7 @@ async def check_endpoints(
         try:
             model = await find_model(client)
         except CheckFailure:
-            model = "default"  # the check of /v1/models reports the failure
+            model = "default"  # the check of the endpoint /v1/models will report the failure
     asked = (_ask(client, name, model, deadline, required) for name in ENDPOINTS)
     states = await asyncio.gather(*asked)
     client.close()

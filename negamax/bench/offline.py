@@ -33,7 +33,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# output tokens per request while experts are counted; exceeds the number of prefill steps
+# output tokens per request while experts are counted; more than there are prefill steps
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
@@ -212,7 +212,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
     prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
     measured = sum(r.busy + r.idle for r in repeats)
-    is_found = tpot > 0  # False if one step with drafts yielded all tokens
+    is_found = tpot > 0  # tpot is 0 if one step with drafts yielded all tokens
     return {
         "concurrency": num_requests,
         "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),

@@ -114,7 +114,7 @@ def run(
 def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
     """Return input and output lengths for contexts of `context` tokens after the warm-up."""
     input_len = max(1, context - WARM_UP_STEPS)
-    # Outputs are as long as the model allows, because no sequence may end before the recording.
+    # Use the longest outputs that the model allows, so that no sequence ends before the recording.
     return {
         "input_len": input_len,
         "output_len": max(WARM_UP_STEPS + steps, max_model_len - input_len),

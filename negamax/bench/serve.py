@@ -29,7 +29,7 @@ from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnRespo
 from negamax.engine.shape import SHAPE
 
 PROBE_CHARS = (64, 4096)  # Characters of two prompts that measure tokens per character.
-# `COUNTING_SERVERS`: `owned_by` in /v1/models of servers that support continuous_usage_stats.
+# `COUNTING_SERVERS` support continuous_usage_stats. /v1/models has the names in `owned_by`.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")

@@ -22,7 +22,7 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # Limit for bytes without body data: headers or a chunk header.
+HEAD_BYTES = 64 * 1024  # Size limit of the headers, and of the bytes between two parts of the body.
 EVENT_BYTES = 16 * 2**20  # Limit for one server-sent event.
 ERROR_BYTES = 4096  # Limit for the body of an error response.
 ANSWER_BYTES = 64 * 2**20  # Limit for a response that is not streamed.
@@ -106,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # without a sink, no request is open
+        self._keep = self._keep and self._sink is not None  # no sink: the answer was not requested
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -460,7 +460,7 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            # fresh: the server closed a reused connection without an answer, so try the next one
+            # `fresh`: the server closed a reused connection before it answered, so try another one
             except ExchangeError as error:
                 if not error.fresh:
                     raise

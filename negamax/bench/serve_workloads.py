@@ -112,7 +112,7 @@ class Prompts:
     """Makes prompts of given lengths: token ids, or text whose length `scale` determines."""
 
     options: BenchOptions
-    scale: TextScale | None  # None selects prompts of token ids
+    scale: TextScale | None  # None: prompts are token ids instead of text
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:

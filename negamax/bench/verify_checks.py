@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 CASES = Path(__file__).with_name("verify_cases.toml")
 REFUSED = (400, 422)
-EQUAL_ATTEMPTS = 3  # several attempts, as the batch composition changes the last bits of logits
+EQUAL_ATTEMPTS = 3  # more than one, because the batch composition changes the last bits of logits
 TAGS = (
     "<think>", "</think>", "<mm:think>", "</mm:think>", "<minimax:tool_call>",
     "</minimax:tool_call>", "]<]minimax[>[",

@@ -23,7 +23,7 @@ class BatchTimes:
     seconds: float  # Seconds from the start of the batch to its last token.
     # `steps`: duration of each step after all requests have their first token.
     steps: tuple[float, ...]
-    # `busy` and `idle`: seconds of decoding in which the GPU worked and waited; 0: not measured
+    # seconds of decoding in which the GPU worked (`busy`) and waited (`idle`); 0: not measured
     busy: float
     idle: float
     # number of prompt tokens found in the prefix cache; above 0 makes the measurement invalid

@@ -11,7 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.words import Given
 from negamax.options.nodes import RAY
 
-# Options and values with which Ray starts the other nodes.
+# With these options and values, Ray starts the other nodes.
 _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("--distributed-executor-backend", (RAY,)),
     ("--data-parallel-backend", (RAY,)),

@@ -225,7 +225,7 @@ def commands(
 ) -> list[str]:
     """Return the command that starts a server, or one command for each machine."""
     model, start, given = engine.model, [], engine.speculative_config or {}
-    # The command omits the plan's synthetic acceptance, because a server verifies draft tokens.
+    # A server verifies draft tokens, so the command omits the plan's synthetic acceptance.
     drafts = {key: each for key, each in given.items() if "synthetic" not in (key[:9], each)}
     is_drawn = engine.quantization or find_bundled_draft(str(given.get("model")))
     if _is_bundled(model) and is_drawn:

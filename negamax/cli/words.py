@@ -13,7 +13,7 @@ from negamax.options.foreign import Foreign
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # endings of the names of options with secret values
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
-_SHORTEST = 5  # An abbreviated option has more characters than this, including dashes.
+_SHORTEST = 5  # An abbreviated option must have more characters than this, including dashes.
 _SIMILARITY = 0.8  # Least similarity of a suggested name to the given name.
 
 
