@@ -121,7 +121,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ values are not checked, because files may declare E4M3FN, which has another code for NaN.
+    # Do not check FNUZ values: their file may declare E4M3FN, which has another code for NaN.
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):

@@ -43,7 +43,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # All files must come from the commit after which `folder` is named.
+    # `folder` is named after a commit, from which all files must come.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
@@ -91,7 +91,7 @@ def _fetch(
         cache_dir=cache,
         allow_patterns=list(patterns),
         ignore_patterns=list(ignored),
-        # None: on a terminal, the hub's client shows its own progress bars.
+        # On a terminal (None), the hub's client shows its own progress bars.
         tqdm_class=None if sys.stderr is not None and sys.stderr.isatty() else _logged_bar(),
     )
     return Path(folder)

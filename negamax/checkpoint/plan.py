@@ -46,8 +46,8 @@ class SourceTensor:
     entry: TensorEntry
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # Index in each leading dimension of `entry`.
-    start: tuple[int, ...] = ()  # Offset in each later dimension of `entry`; (): all 0.
-    # `matrix`: shape that a tensor of role SHAPE must contain; None: shape of the slot's matrix.
+    start: tuple[int, ...] = ()  # Offset in each dimension after `index`; (): all offsets are 0.
+    # A tensor of role SHAPE must contain the shape `matrix`; None: the shape of the slot's matrix.
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:

@@ -58,7 +58,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int  # first byte of the values in the file
     num_bytes: int
-    # range of each dimension of the full tensor that the file contains; None: the whole tensor
+    # The file stores this range of each dimension of the full tensor; None: the whole tensor.
     part: tuple[range, ...] | None = None
 
     @property

@@ -10,7 +10,7 @@ from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-# Header key under which a file lists full shape and offset of each tensor that it stores in part.
+# Key in a file's header: full shape and offset of each tensor that the file stores in part.
 PARTS_KEY = "negamax_parts"
 _MAX_RANKS = 1024
 

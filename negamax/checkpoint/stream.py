@@ -43,9 +43,9 @@ class Part(NamedTuple):
     move: Move
     tensor: Tensor
     broken: list[BrokenScale]
-    zeros: bool  # Whether the file has only zero bytes as the part's values.
+    zeros: bool  # Whether all bytes of the part's values in the file are 0.
     plain: Tensor | None = None  # The part before the loader quantized it; None: not quantized.
-    change: Tensor | None = None  # [] fp32, relative squared error of a conversion, else None
+    change: Tensor | None = None  # [] fp32, relative squared conversion error; None: no conversion
 
 
 GiveParts = Callable[[], Sequence[Part]]
@@ -126,7 +126,7 @@ class _Stream:
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
-        # index of a move that dequantizes or quantizes -> parts of the move that were read so far
+        # index of a dequantizing or quantizing move -> parts of the move that were read so far
         self._there: dict[int, list[_Found]] = {}
         self._needed = [sum(1 for _ in move.parts()) for move in moves]  # parts of each move
 

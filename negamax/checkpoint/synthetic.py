@@ -29,7 +29,7 @@ from negamax.models.registry import import_init
 # Constants of random E4M3 weights with block scales. `weight_only/draw.py` draws other formats.
 VALUE_STD = 90.0  # Standard deviation of random E4M3 values; the E4M3 maximum is 448.
 SCALE_SPREAD = 0.1  # Standard deviation of random scales, relative to their mean.
-# `DRAW_ELEMENTS`: maximum per draw. The weights depend on this number: each draw has a new seed.
+# Maximum elements per draw. `DRAW_ELEMENTS` affects the weights, because each draw has a new seed.
 DRAW_ELEMENTS = 2**27
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -35,7 +35,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # End tokens of tokenizer, generation_config.json, config.json.
+    eos_token_ids: tuple[int, ...]  # Ids from tokenizer, generation_config.json and config.json.
     warning: str | None = None  # Log line; None: the files agree about end tokens.
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from negamax.base.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"  # First bytes of a Git LFS pointer.
-MAX_BYTES = 64 * 2**20  # Limit of a file. The largest files are checkpoint indexes below 20 MiB.
+MAX_BYTES = 64 * 2**20  # Size limit of a JSON file; checkpoint indexes are below 20 MiB.
 
 
 def check_pointer(path: Path, data: bytes) -> None:

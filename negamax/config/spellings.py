@@ -7,7 +7,7 @@ module names, and `models/<family>/names.py` lists the spellings of tensor names
 from collections.abc import Mapping
 from typing import Any
 
-# Quantization method -> other name of the method -> algorithm that this name implies ("": any).
+# `METHODS` lists other names of each method, and the algorithm that a name implies ("": any).
 # Some names select kernels in other engines, but not in Negamax.
 METHODS: Mapping[str, Mapping[str, str]] = {
     "auto-round": dict.fromkeys(("inc", "intel/auto-round", "autoround"), ""),
@@ -33,8 +33,8 @@ _DATA_TYPES = {
     "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
     "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
 }
-# The scales of an FP8 or MXFP8 matrix have one of these names. Under either name, values are
-# multiplied by the scales.
+# The scales of an FP8 or MXFP8 matrix have one of these names. In spite of the suffix "_inv",
+# values are multiplied by the scales.
 _SCALES = ("weight_scale", "weight_scale_inv")
 # Values of model_type that tools write into the `text_config` of a vision-language model.
 TEXT_TYPES = (None, "", "minimax_m2", "minimax_m3_vl")

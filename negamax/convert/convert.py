@@ -72,7 +72,7 @@ class Conversion:
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
             "expert_parallel_size": self.ep,
-            # file with QuaRot's rotation of the residual stream, which a conversion copies
+            # name of the copied file with QuaRot's rotation of the residual stream
             "rotation": rotation_file(source.config, self.folder),
             "version": self.version,
             "command": self.command,

@@ -30,8 +30,8 @@ class Piece:
     shape: tuple[int, ...]  # Shape of the weight matrix or vector.
     format: TensorFormat
     tensors: tuple[Planned, ...]  # The tensors that store the weight.
-    read: Callable[[CheckpointReader], Any]  # Reads the argument of `make`.
-    make: Callable[[Any], Mapping[str, Tensor]]  # Returns `tensors` by name on any thread.
+    read: Callable[[CheckpointReader], Any]  # Reads from the checkpoint what `make` converts.
+    make: Callable[[Any], Mapping[str, Tensor]]  # Builds `tensors` by name, in any thread.
     source_bytes: int
 
 
@@ -143,7 +143,7 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # 0x7F is NaN in OCP FP8; `.to` may round values below 2^-7
+    elif (bits & 0x7F == 0x7F).any():  # bits 0x7F would be NaN; `.to` may round values below 2^-7
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2

@@ -23,7 +23,7 @@ from negamax.kernels.quantize.stored import encode
 from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
-# name of a stacked tensor -> matrices of an expert that the stacked tensor stores as one matrix
+# name of a stacked tensor -> an expert's matrices, which the tensor stores as one matrix
 _STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _RENAMED = (
     (re.compile(r"^model\."), ""),

@@ -93,8 +93,8 @@ def make_shards(
     """
     if tp == ep == 1:
         return [Shard()]
-    # Shards suit sharded index keys, with which a rank reads the index queries of all heads.
-    # Without sharded index keys, a rank reads a part of the same shard.
+    # Write shards for sharded index keys: a rank then reads the index queries of all heads. Without
+    # sharded index keys, a rank reads a part of such a shard.
     spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []

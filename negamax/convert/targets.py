@@ -23,7 +23,7 @@ _ATTENTION = r"re:.*\.self_attn\..*"
 class Target:
     name: str
     summary: str
-    error: float  # |W' - W| / |W| (Frobenius norm) of normally distributed weights
+    error: float  # |W' - W| / |W| (Frobenius norm) if normally distributed weights W become W'
     description: Mapping[str, Any] | None  # new `quantization_config`; None: unquantized
 
     @property

@@ -27,7 +27,7 @@ class Difference:
 
     name: str
     format: str  # Format of W'.
-    error: float  # |W' - W| / |W| by the Frobenius norm; |W'| if W is 0.
+    error: float  # Relative change |W' - W| / |W| (Frobenius norm); |W'| if W is 0.
     is_copy: bool  # Whether W and W' have the same format and dtype.
 
     @property
