@@ -20,7 +20,7 @@ _LIMIT_RECORDS = 20  # Largest number of records of one kind per _LIMIT_SECONDS.
 _LIMIT_KINDS = 1000  # Largest number of kinds of records in `RateLimit._seen`.
 
 _MOST_PENDING = 1000  # Largest number of lines that wait for standard error.
-_LONGEST_WRITE = 4096  # Largest write to a pipe that is never split, in bytes.
+_LONGEST_WRITE = 4096  # Writes of up to this number of bytes to a pipe are never split.
 
 
 def escaped(text: str) -> str:

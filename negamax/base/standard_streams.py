@@ -3,7 +3,7 @@
 import os
 import sys
 
-# These modes make reads of stdin and writes to stdout fail, and drop messages on stderr.
+# With these modes, reads of stdin and writes to stdout fail, and stderr drops messages.
 _MODES = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_WRONLY)}
 
 

@@ -20,13 +20,13 @@ class BlockStored(KvEvent, kw_only=True):
     """Consecutive blocks of a hash chain that the cache has stored."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # Hash of the block before the first block; None: no block.
+    parent_block_hash: int | None  # Hash of the previous block in the chain; None if there is none.
     token_ids: msgspec.Raw  # A list with the token ids of all blocks.
     block_size: int
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # Per block: [cache salt] if first in a chain.
+    extra_keys: list[list[str] | None] | None = None  # [cache salt] for a chain's first block.
     group_idx: int
     kv_cache_spec_kind: str
 

@@ -343,7 +343,7 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # The engine loop ignores stop strings.
+                        end([update.request_id])  # The engine loop does not stop at stop strings.
                     yield position, output
         finally:
             end(list(running))

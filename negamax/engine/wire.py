@@ -62,14 +62,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     memory: str = ""  # Text that states the GPU memory of KV cache and graphs.
     speculation: SpeculationConfig | None = None
-    host_block_bytes: int = 0  # Size of a KV block in main memory, in bytes, summed over ranks.
+    host_block_bytes: int = 0  # Bytes of a KV block in main memory, summed over ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
-    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts.
+    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts with others.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None: images are refused.
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    balancedness: float = 1.0  # Mean rank load / largest rank load, in recent steps.
+    balancedness: float = 1.0  # Mean load per rank / load of the busiest rank, in recent steps.
     num_rebalances: int = 0  # Number of rebalances that moved experts.
     num_moved: int = 0  # Number of experts moved between slots.
 
@@ -129,7 +129,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     device_seconds: float = 0.0  # Total GPU time of all steps.
     idle_seconds: float = 0.0  # Total time for which the GPU was idle before steps.
-    prefill_tokens: int = 0  # Number of tokens in rows with several prompt tokens.
+    prefill_tokens: int = 0  # Number of tokens in rows that compute several prompt tokens.
     experts: ExpertStats | None = None  # None if expert selections are not counted.
     at: float = 0.0  # Monotonic second of the statistics; later statistics replace earlier ones.
     ranks: tuple[RankStats, ...] = ()  # Statistics by rank; empty for a single rank.
@@ -240,7 +240,7 @@ class RecordTrace(msgspec.Struct, frozen=True, tag="record_trace"):
 
     server: int
     number: int
-    path: str | None  # Path of a new trace's files without the rank; None: write the running trace.
+    path: str | None  # Path (without the rank) of a new trace; None: write the running trace.
     num_steps: int = 0  # The engine writes the trace after this many steps.
 
 
@@ -265,7 +265,7 @@ class ExpertDump(msgspec.Struct, frozen=True):
 
     logical_count: list[list[int]]  # Number of selections by layer and expert.
     physical_to_logical_map: list[list[int]]  # Index of the expert by layer and slot.
-    balancedness: float  # Mean rank load / largest rank load, in the recording.
+    balancedness: float  # Mean load per rank / load of the busiest rank, in the recording.
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):

@@ -10,8 +10,8 @@ _RATE_SECONDS = 20.0  # Time constant of the average rate of finished sequences.
 _LONGEST_RETRY = 120.0  # Upper limit of Retry-After, in seconds.
 _POOLS_WAITING = 4  # Default limit of waiting prompt tokens, as a multiple of the KV cache size.
 
-# Columns of the shared table: three totals of all tenants, then the waiting sequences and tokens of
-# each of `_GROUPS` groups. Tenants whose names hash to the same group are treated as one tenant.
+# Columns of the shared table: three totals of all tenants, waiting sequences per group, waiting
+# tokens per group. Tenants whose names hash to the same of `_GROUPS` groups count as one tenant.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# Seconds without a heartbeat until an engine is considered hung, at most --engine-hang-timeout.
+# An engine without heartbeats for this time (at most --engine-hang-timeout) is considered hung.
 BEAT_TIMEOUT_SECONDS = 30.0
 # Seconds without a heartbeat until an engine on several nodes is considered hung. The time limit
 # between two nodes is shorter (`engine.nodes.wire`). Clients get errors within 3 s of a node's end.
@@ -88,7 +88,7 @@ class EngineChannel:
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # Earlier messages cause no event on the descriptor.
+        self.drain()  # Read earlier messages, which cause no event on the file descriptor.
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send a message without waiting. Drop the message if the engine has ended."""

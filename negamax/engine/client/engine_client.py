@@ -86,7 +86,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo  # Model properties, with the smallest limits of all engines.
-        # `failed`: reason, set when all engines are dead and will not be restarted.
+        # `failed` receives a reason when all engines are dead and will not be restarted.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(

@@ -32,7 +32,7 @@ class Owner:
 
     tenant: str = ""
     names: frozenset[str] = frozenset()  # Ids by which a client can abort the request.
-    shares_queue: bool = False  # Whether several tenants use the queue, which limits each tenant.
+    shares_queue: bool = False  # Whether several tenants share the queue, each with its own limit.
 
 
 NOBODY = Owner()

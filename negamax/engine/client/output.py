@@ -32,7 +32,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
-    pieces: list[TextPiece]  # Pieces of the text, with a token id if one token contains the piece.
+    pieces: list[TextPiece]  # Pieces of the text; a piece of a single token has the token's id.
     logprobs: list[TokenLogprobs] | None  # Logprobs of the tokens in token_ids.
     # `prompt_logprobs` of all prompt tokens after the first token; only in the first output.
     prompt_logprobs: list[TokenLogprobs] | None
@@ -42,7 +42,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_output_tokens: int  # Output tokens of the choice, including this output.
     num_cached_tokens: int
     error: str | None
-    drafts: tuple[int, int, int] | None = None  # Totals of drafts, draft tokens, accepted tokens.
+    drafts: tuple[int, int, int] | None = None  # Totals: drafts, draft tokens and accepted tokens.
     events: list[ParserEvent] | None = None  # Events of the choice's `TextReader`, if any.
 
     @property

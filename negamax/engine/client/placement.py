@@ -11,8 +11,8 @@ from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.scheduler import ROW_COST, TOKENS_PER_COST
 from negamax.scheduler.step import SequenceUpdate
 
-# Columns of each replica in the shared table: number of open sequences, their uncomputed prompt
-# tokens, all their prompt tokens, and prompt tokens of all sequences ever sent.
+# Columns of a replica in the shared table. The first three count open sequences, their uncomputed
+# prompt tokens and their prompt tokens; the last counts prompt tokens of all sequences ever sent.
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
 MAX_BLOCKS = 1 << 15  # Largest number of block hashes that are stored for a replica.

@@ -108,7 +108,7 @@ class InProcessExecutor(Executor):
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # A step that waits for the bitmask then fails.
+            self._bitmask.cancel()  # A step that waits for the bitmask fails at once.
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -360,7 +360,7 @@ class MultiProcessExecutor:
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if self.death() is not None:
-            for machine in self._machines:  # Kernels of other ranks may wait for the dead rank.
+            for machine in self._machines:  # Abort kernels that wait for the dead rank.
                 machine.abort()
         for machine in self._machines:
             machine.expect_end()
@@ -463,7 +463,7 @@ class MultiProcessExecutor:
             ready = dict(poller.poll(milliseconds))
             if not ready:
                 raise TimeoutError
-            for socket in sockets:  # Accept frames even from a rank that has ended.
+            for socket in sockets:  # First return frames that arrived, even from a rank that ended.
                 if socket in ready:
                     return socket
             death = self.death()

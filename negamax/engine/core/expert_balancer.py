@@ -21,7 +21,7 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 logger = get_logger(__name__)
 
 COUNT_STEPS = 100  # Largest number of steps between two counts of expert selections.
-# `LEAST_GAIN`: a layer's experts are moved if the largest rank load falls by this fraction.
+# Move a layer's experts if the busiest rank's load falls at least by the fraction `LEAST_GAIN`.
 LEAST_GAIN = 0.02
 
 
@@ -48,9 +48,9 @@ class ExpertBalancer:
         # Selections of each expert in each of the latest intervals between counts.
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=-(-num_steps // self._interval))
         self._next_rebalance = config.step_interval if config else 0
-        self._version = 0  # Number of steps with expert moves so far.
+        self._version = 0  # Number of steps so far that moved experts.
         self._due: deque[int] = deque()  # Layers that the current rebalance has not finished.
-        self._loads = np.zeros(self._shape, dtype=np.int64)  # Selections that the rebalance uses.
+        self._loads = np.zeros(self._shape, dtype=np.int64)  # Selection counts for the rebalance.
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()

@@ -54,7 +54,7 @@ class _Run:
     parent: bytes | None
     hashes: list[bytes]
     tokens: msgspec.Raw  # Token ids in MessagePack, to save memory and time.
-    salt: str  # Cache salt if the first block starts the chain, else "".
+    salt: str  # Cache salt if `parent` is None, else "".
     block_size: int
 
 
@@ -134,7 +134,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # Blocks differ: try half the blocks.
+                stop = (start + min(stop, len(hashes))) // 2  # They differ: compare half as many.
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -185,7 +185,7 @@ class EventPublisher:
         self.num_dropped = 0  # Number of steps whose cache changes the thread dropped.
         self._config, self._rank = config.add_rank(rank), rank
         self._topic = config.topic.encode()
-        # `_LOST` marks a place in the queue where changes were dropped.
+        # The queue contains `_LOST` in place of dropped changes.
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()

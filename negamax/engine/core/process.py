@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # Time between two checks whether ranks are alive.
-# `LAST_STEP_SECONDS`: time for the engine loop to report a dead rank before the heartbeat thread.
+# The heartbeat thread reports a dead rank if the engine loop has not within `LAST_STEP_SECONDS`.
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # Time between attempts to connect to a server process.
 
@@ -168,7 +168,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
             if pulse.is_idle and not loop.await_request(requests):
-                continue  # The wait may end with a message of another engine.
+                continue  # A message of another engine may have ended the wait.
             frame = requests.recv()
             pulse.is_idle = False
             try:

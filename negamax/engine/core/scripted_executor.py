@@ -53,7 +53,7 @@ class ScriptedExecutor(Executor):
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
         self._due = 0.0  # Monotonic second at which the latest step should end.
-        # Of the latest plan, `_masks`: grammar masks by row; `_postponed`: rows with late masks.
+        # `_masks`, `_postponed`: grammar masks by row, and rows with late masks, of the last plan.
         self._masks: dict[int, bytes] = {}
         self._postponed: list[int] = []
         self.ready = WorkerReady(

@@ -74,7 +74,7 @@ def _start_loop(
     options: EngineOptions, started: ExitStack, replica: int
 ) -> tuple[EngineLoop, ModelInfo]:
     """Start the engine loop. On an error, the callbacks in `started` end processes."""
-    launcher = None  # None without Ray; starts the agents of other nodes.
+    launcher = None  # With Ray, the launcher starts agents on other nodes; else None.
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
         started.callback(launcher.close)

@@ -31,7 +31,7 @@ from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
-DRAFT_FOLDER = "dspark"  # Subfolder of a model's folder with its draft model.
+DRAFT_FOLDER = "dspark"  # In a model's folder, the subfolder of the draft model.
 
 
 @dataclass(frozen=True)

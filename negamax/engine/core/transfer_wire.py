@@ -42,7 +42,7 @@ class CloseLease(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 class LeaseClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     lease_id: str
-    was_held: bool  # Whether the blocks were kept until the lease was closed.
+    was_held: bool  # Whether the prefilling engine kept the blocks until the lease was closed.
 
 
 FromDecoder = OpenLease | RenewLeases | CloseLease

@@ -37,10 +37,10 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 logger = get_logger(__name__)
 
 UNREAD_SECONDS = 2.0  # Time after which a lease may end if no engine has asked for the lease.
-RENEWALS = 6  # Number of times that a lease is renewed before it would expire.
+RENEWALS = 6  # Number of renewals during the lifetime of a lease.
 MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
-Peer = PullPeer | bytes  # Bytes: ZeroMQ identity of a decoding engine.
+Peer = PullPeer | bytes  # A prefilling engine, or the ZeroMQ identity (bytes) of a decoding engine.
 
 
 class Phase(Enum):
@@ -106,7 +106,7 @@ class Transfers:
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
     # Latest complete pulls, for later choices of the same request.
     _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    _copies: dict[int, _Pull] = field(default_factory=dict)  # Pull of each running copy, by number.
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # Number of a running copy -> its pull.
     _num_copies: int = 0
     _held: dict[str, list[int]] = field(default_factory=dict)  # Request id -> allocated blocks.
     _prefills: dict[str, str] = field(default_factory=dict)  # Id of a prefill -> lease id.
@@ -186,7 +186,7 @@ class Transfers:
         """Release the blocks and leases of requests that `updates` report as started or ended."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
-            if places is not None:  # The blocks are loaded, or the request has ended.
+            if places is not None:  # The request has loaded the blocks, or has ended.
                 self.shared.release(places)
             if update.finish_reason is None or update.request_id not in self._prefills:
                 continue

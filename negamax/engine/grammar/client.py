@@ -17,7 +17,7 @@ from negamax.engine.grammar import wire
 RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
 SILENT_SECONDS = 10.0  # Seconds without a heartbeat after which a busy process is considered hung.
-STOPPED_SECONDS = 1.0  # Seconds after which a process that a signal stopped is considered hung.
+STOPPED_SECONDS = 1.0  # A process that a signal has stopped is considered hung after this time.
 LOOK_SECONDS = 0.1  # Seconds without an answer until the engine checks for a stopped process.
 
 
@@ -62,7 +62,7 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # closes when the forked process ends
+        self._channel, theirs = socket.socketpair()  # the forked process's end closes `_channel`
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # This also ends a process that the host forks later.
+        self._channel.close()  # If the host forks the process later, the closed channel ends it.
         self._context.destroy(linger=0)
         self._folder.remove()

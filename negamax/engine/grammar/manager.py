@@ -309,7 +309,7 @@ class GrammarManager:
                 poller.register(client.socket, zmq.POLLIN)
             poller.poll(int(min(seconds, 1.0) * 1000) + 1)
         else:
-            time.sleep(min(seconds, 0.001))  # No process has work; a thread loads the tokenizer.
+            time.sleep(min(seconds, 0.001))  # Only a thread, which loads the tokenizer, has work.
         self._receive()
 
     def shutdown(self) -> None:

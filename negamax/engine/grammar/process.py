@@ -119,7 +119,7 @@ class GrammarServer:
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
-        self._no_drafts_from = 0.0  # Monotonic deadline for beginning masks after draft tokens.
+        self._no_drafts_from = 0.0  # Monotonic second after which no mask for drafts is begun.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
         self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Unsent answers.
@@ -224,7 +224,7 @@ class GrammarServer:
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # Other threads compute the remaining masks.
+                while True:  # After SLOW_SECONDS, other threads compute the remaining masks.
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:

@@ -17,7 +17,7 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time limit for beginning the mask of the position after a draft token.
+    draft_seconds: float  # After this time, masks of positions after draft tokens are not begun.
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
 
 
 class AdvanceGrammars(msgspec.Struct, frozen=True, tag="advance"):
-    parts: list[tuple[int, list[Part], list[int]]]  # (key, new parts, next draft tokens)
+    parts: list[tuple[int, list[Part], list[int]]]  # key, new parts, next drafts of each output
 
 
 class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
@@ -72,7 +72,7 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
     key: int
     mask: bytes | None  # None if the grammar has ended or has failed with `error`.
     error: str | None = None  # Reason why the grammar failed or allows no token.
-    # `after_drafts`: masks after each draft token, until a draft token is rejected or time is up.
+    # `after_drafts`: a mask after each draft token, until the grammar rejects one or time is up.
     after_drafts: list[bytes] = []
 
 

@@ -49,8 +49,8 @@ class _Node:
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
-    num_signs: int = 0  # Number of the agent's new heartbeats and `Join` messages.
-    num_frames: int = 0  # Number of the agent's messages over TCP.
+    num_signs: int = 0  # Counter of new heartbeats and `Join` messages from the agent.
+    num_frames: int = 0  # Counter of TCP messages from the agent.
     silence: Silence = field(default_factory=Silence)
     stall: Silence = field(default_factory=Silence)
     death: str | None = None
@@ -103,7 +103,7 @@ class NodeGroup:
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
         reader, writer = os.pipe()
-        # When a node is lost, the reading end is closed, so poll() reports POLLERR on the writer.
+        # When a node is lost, the reader is closed, so that poll() reports POLLERR on the writer.
         self._alarm = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         self._context = zmq.Context()
         ports = itertools.count(options.master_port)
@@ -114,7 +114,7 @@ class NodeGroup:
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
         self._num_peers = 4 * layout.world_size  # Ranks of earlier engines may connect, too.
-        self._limits: list[ConnectionLimit] = []  # One limit per socket; first that of `_socket`.
+        self._limits: list[ConnectionLimit] = []  # One limit per socket, that of `_socket` first.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0

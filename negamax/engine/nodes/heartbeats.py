@@ -16,7 +16,7 @@ from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
 _MOST_AT_ONCE = 1000  # Largest number of datagrams that one `receive` call reads.
-_MOST_BYTES = 2048  # Longest valid datagram, in bytes; longer datagrams fail the check.
+_MOST_BYTES = 2048  # Longest valid datagram in bytes; longer datagrams are ignored.
 
 Address = tuple[Any, ...]  # Socket address: host, port, and further fields for IPv6.
 

@@ -41,7 +41,7 @@ _END_SECONDS = 10.0  # Time from the end of standard input to a forced exit.
 # `_OWN_CLUSTER`: options of `ray.init` for a cluster of this process, which needs little memory.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
 _MAX_MESSAGE = 300  # Largest number of characters of a Ray message.
-_PIN = 0.001  # Amount of this machine's Ray resource "node:" to request, so that node 0 runs here.
+_PIN = 0.001  # Amount requested of this machine's Ray resource "node:", so that node 0 runs here.
 
 
 class Driver:

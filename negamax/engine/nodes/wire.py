@@ -5,10 +5,10 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
-# `SILENCE_SECONDS` without a message: the node is dead, so clients get an error within 3 s.
+# A node is dead after `SILENCE_SECONDS` without messages, so that clients get errors within 3 s.
 SILENCE_SECONDS = 2.0
 DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node is considered dead.
-# `NEIGHBOUR_SECONDS` without a heartbeat: an agent reports another as dead, after node 0 does.
+# Agents report a dead agent after `NEIGHBOUR_SECONDS` without heartbeats, later than node 0.
 NEIGHBOUR_SECONDS = 2.4
 STALL_SECONDS = 10.0  # Seconds without a TCP message after which a node is considered dead.
 
@@ -71,7 +71,7 @@ class StartRanks(msgspec.Struct, frozen=True, tag="start"):
     session: str
     first_rank: int
     last_rank: int
-    addresses: RankAddresses  # The agent sets `beats` to a file on the agent's machine.
+    addresses: RankAddresses  # The receiving agent replaces `beats` by a file on its machine.
     neighbours: dict[int, tuple[str, int]]  # `Join.address` of each other agent by node number.
 
 
