@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: a byte has half of its E4M3 value; 0x80 is NaN.
+E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: a byte means half of its value in E4M3; 0x80 is NaN.
 E4M3_MAX = 448.0  # Largest value of E4M3, which has no infinity.
 E4M3_GROUP = 128  # One scale for 128 columns of activations, or for 128 x 128 weights.
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
@@ -39,8 +39,8 @@ E2M1 = "float4_e2m1"
 E8M0 = ("uint8", "float8_e8m0fnu")  # Checkpoints store E8M0 exponents in one of these dtypes.
 NVFP4_GROUP, MX_GROUP = 16, 32  # Number of columns that share a scale.
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
-# The largest value of E4M3_FNUZ is 240. Blocks are scaled to 224, which is half of E4M3's largest
-# value, because both dtypes then round a block to the same bits.
+# The largest value of E4M3_FNUZ is 240. Blocks are scaled to 224 (half of E4M3's largest value),
+# because both dtypes then round a block to the same bits.
 FNUZ_LARGEST = 224.0
 
 PLAIN = TensorFormat(
@@ -95,8 +95,8 @@ def _input_scale(name: str | None) -> tuple[StoredTensor, ...]:
     return (StoredTensor(name, Role.ACTIVATION, FLOATS, PER_MATRIX, optional=True),)
 
 
-# The native format of the M2 family. Values are multiplied by `weight_scale_inv`, in spite of its
-# name. Blocks at the lower and right edge of a matrix may be smaller.
+# The native format of the M2 family. In spite of its name, `weight_scale_inv` is a factor of the
+# values. Blocks at the lower and right edge of a matrix may be smaller.
 E4M3_BLOCKS = fp8(
     "fp8_e4m3_block_128x128",
     (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),

@@ -75,7 +75,7 @@ class GlobalScale(Enum):
 class Rounding:
     """How an unquantized matrix is quantized to a format."""
 
-    # quantized value to which a block's largest magnitude is scaled; 0: the dtype's largest value
+    # A block's largest magnitude becomes this quantized value; 0: the dtype's largest value.
     largest: float = 0.0
     to_powers: bool = False  # whether scales are rounded to powers of two
 
@@ -114,7 +114,7 @@ class StoredTensor:
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
     also: tuple[str, ...] = ()  # Allowed dtypes besides `dtypes`; the loader dequantizes them.
-    level: int = 1  # Level of scales. 1: scales of values; 2: scales of level-1 scales.
+    level: int = 1  # 1: scales of the values; 2: scales of the level-1 scales.
     optional: bool = False  # A checkpoint may lack this tensor.
     known: Known | None = None
     group: int = 0  # columns per group of `PERMUTATION`; -1: one group for all columns
@@ -161,7 +161,7 @@ class TensorFormat:
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
     # how activations are rounded, or None if activations are not rounded
     activation: ActivationFormat | None = None
-    # format in the checkpoint if the loader quantizes to this format while reading; else None
+    # source format, if the loader quantizes a checkpoint to this format while reading; else None
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

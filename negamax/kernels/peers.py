@@ -24,7 +24,7 @@ class PeerRegion:
     it has received epoch e + 1 of every peer, and a peer sends epoch e + 1 after reading epoch e.
     """
 
-    # [world + 1] int64, pointers to each rank's copy of the region, then to `PollControl.words`
+    # [world + 1] int64: pointers to all ranks' copies of the region; last, to `PollControl.words`
     addresses: Tensor
     flags: Tensor  # [rows] int32, latest epoch of each row on this rank
     rows: int

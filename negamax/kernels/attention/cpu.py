@@ -78,7 +78,7 @@ class DecodeBucket:
 
     rows: Tensor | None  # [S] int64, indices of the queries; None: all queries of the step
     blocks: Tensor  # result of `gather_index`: indices of the blocks that contain the keys
-    mask: Tensor  # [S * kv_heads, 1, 1, keys] in the cache's dtype: 0; -inf for masked keys
+    mask: Tensor  # [S * kv_heads, 1, 1, keys] in the cache's dtype; 0: visible, -inf: masked
 
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBucket, ...]:
@@ -152,7 +152,7 @@ class PrefillTile:
     """Adjacent queries of one sequence, and the mask of the keys that each query sees."""
 
     queries: slice
-    mask: Tensor  # [padded queries, keys] in the cache's dtype: 0; -inf for masked keys
+    mask: Tensor  # [padded queries, keys] in the cache's dtype; 0: visible, -inf: masked
 
 
 @dataclass(frozen=True)

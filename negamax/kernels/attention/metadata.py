@@ -23,7 +23,7 @@ class DecodeRuns:
 
     block_table_indices: Tensor  # [S] int64, row of each sequence in the block tables
     seq_lens: Tensor  # [S] int32, sequence lengths with this step's tokens; 0: padding sequence
-    query_starts: Tensor  # [S + 1] int64, index of each sequence's first query, then of the padding
+    query_starts: Tensor  # [S + 1] int64, first query of each sequence; last, start of the padding
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepTokens:
     """Data about the T tokens of a step for the mixture-of-experts layers."""
 
     num_actual_tokens: Tensor | None = None  # [1] int32, number of tokens before the padding.
-    # `positions` of tokens [T] int64, which select replicas of the experts; None: all are 0.
+    # Token `positions` [T] int64 select a replica of each expert; None: all positions are 0.
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -68,16 +68,16 @@ class AttentionMetadata:
     num_decodes: int
     host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
     host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence.
-    # `num_actual_tokens`, before the padding, [1] int32; None: there is no padding.
+    # `num_actual_tokens`: [1] int32, number of tokens before the padding; None: no padding.
     num_actual_tokens: Tensor | None = None
     # upper bound of the number of tokens of a rank in this step; None: all ranks have T tokens
     most_tokens: int | None = None
-    is_share: bool = False  # Whether context-parallel ranks of any data-parallel rank shard tokens.
-    # `shared_tokens` of all context-parallel ranks; None: the step's tokens are not split.
+    is_share: bool = False  # Whether any data-parallel rank shards tokens by context parallelism.
+    # `shared_tokens`: tokens of all context-parallel ranks; None: the step's tokens are not split.
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. The
-    # number exceeds 1 if draft tokens are listed as decodes and only the device stores the lengths.
+    # number exceeds 1 if draft tokens are decodes whose lengths only the device stores.
     max_decode_run: int = 1
     # The decodes grouped by sequence, for kernels that read the keys of a sequence once. The field
     # is None if the groups are unknown or each sequence has one decode.

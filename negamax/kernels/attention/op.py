@@ -30,7 +30,7 @@ class QkNorm:
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32: weights of q, then of k
     heads: int
     kv_heads: int
-    # number of elements of a token's q (k_count: of k) on all ranks, with all copies of KV heads
+    # number of elements of a token's q, and of its k with all copies of KV heads, on all ranks
     q_count: float
     k_count: float
     eps: float

@@ -15,8 +15,8 @@ class DecodeSplit:
     min_tiles: int = 1  # minimum number of tiles per split of the keys
     programs: float = 3  # number of programs per multiprocessor for tiles of up to 16 query rows
     split_programs: float = 1.5  # Programs per multiprocessor if each program processes one split.
-    # Each program processes one split (of up to 16 query rows) only if every sequence can have
-    # `min_splits` splits. With fewer splits, some splits would be twice as long as others.
+    # Give each program one split (up to 16 query rows) only if every sequence can have `min_splits`
+    # splits. With fewer splits, some splits would be twice as long as others.
     min_splits: int = 3
     wide_programs: float = 2  # number of programs per multiprocessor for tiles of 17 to 32 rows
     min_runs: int = 4  # in steps with fewer sequences, each program processes one query

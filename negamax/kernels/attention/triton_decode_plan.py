@@ -45,7 +45,7 @@ class DecodePlan:
     queries: AttentionMetadata
     shape: PagedShape
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
-    work: Tensor  # [programs, WORK_WORDS] int32: first and end tile, first sequence and its fields
+    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its fields
     programs: int  # number of programs per KV head
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
@@ -152,14 +152,14 @@ def _plan_decode_kernel(
     seq_lens,  # [S] int32, sequence lengths with this step's tokens
     block_table_indices,  # [S] int64, row of each sequence in the block tables
     sequences,  # [S, SEQUENCE_WORDS] int32, written: one `PlannedSequence` per row
-    work,  # [programs, WORK_WORDS] int32, written: first and end tile, first sequence, its fields
+    work,  # [programs, WORK_WORDS] int32, written: tiles (first, end), first sequence, fields
     num_seqs,
     programs,
     split_kv,  # 1 if each program processes one split of one sequence, else 0
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: later kernels read `work` before they wait
+    wait_for_predecessor(PDL)  # Later kernels read `work` before they wait: no `launch_dependents`
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # a program without work has 0 as its end tile
@@ -182,8 +182,8 @@ def _plan_decode_kernel(
         num_splits = tl.where(split_kv != 0, splits, (end - 1) // most - first_program + 1)
         sequence = PlannedSequence(first, end, length, table_index, first_program, num_splits)
         _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
-        # Write the `work` of all programs whose first tile is in the sequence. Without SPLIT_KV the
-        # first tiles of a sequence may belong to a program that began in an earlier sequence.
+        # Write the `work` of all programs whose first tile is in the sequence. Without SPLIT_KV, a
+        # program that begins in an earlier sequence may process the first tiles.
         begins = tl.where(split_kv != 0, first_program, tl.cdiv(first, most))
         number = tl.where(live, first_program + num_splits - begins, 0)
         size = tl.where(split_kv != 0, tl.cdiv(tiles, tl.maximum(splits, 1)), most)
@@ -202,7 +202,7 @@ class Splits(NamedTuple):
     """The work of each program of a kernel that splits sequences."""
 
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32, one `PlannedSequence` per row
-    work: Tensor  # [programs, WORK_WORDS] int32: first and end tile, first sequence and its fields
+    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its fields
     programs: int  # number of programs per KV head
     split_kv: bool
 

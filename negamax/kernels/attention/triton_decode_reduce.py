@@ -56,7 +56,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = row[None, :, None] * C.BLOCK_D + column[None, None, :]
-        # each warp loads whole query rows: all columns of a row in all partial results
+        # a warp loads whole query rows: for each row, all columns of all partial results
         result_at = add_last_first(partial[:, None, None], result_at, C.BLOCK_D)
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]

@@ -28,7 +28,7 @@ class Run(NamedTuple):
     token: tl.tensor  # index of the token of the first query
     num_queries: tl.tensor
     num_real: tl.tensor  # number of queries before padding queries; at most 0 if all are padding
-    shift: tl.tensor  # number to add to the token index of a padding query
+    shift: tl.tensor  # add this to a padding query's index, because padding follows all sequences
 
 
 @triton.jit

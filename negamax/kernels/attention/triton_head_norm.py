@@ -56,8 +56,8 @@ class HeadNormConstants(NamedTuple):
     HALF: int  # half of the number of rotated dimensions
     BLOCK_H: int
     BLOCK_HALF: int
-    BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
-    BLOCK_INDEX_REST: int  # like BLOCK_REST, but of an index head
+    BLOCK_REST: int  # number of unrotated dimensions, padded to a power of two; 0: all are rotated
+    BLOCK_INDEX_REST: int  # BLOCK_REST of an index head
 
 
 @triton.jit

@@ -22,10 +22,10 @@ _CHUNK = 1024  # number of blocks that the planning program loads at a time
 class OwnBlocks:
     """The blocks that a rank holds of each of S sequences, in ascending order."""
 
-    blocks: Tensor  # [S, 2, max_blocks] int32: block indices in sequence and in the rank's cache
-    held: Tensor  # [S, max_blocks] int32; entry i: number of held blocks among blocks 0 to i
-    tokens: Tensor  # [S] int32, number of held blocks * block size
-    keys: Tensor  # [S] int32, number of keys of the sequence in held blocks
+    blocks: Tensor  # [S, 2, max_blocks] int32: indices in the sequence, then in the rank's cache
+    held: Tensor  # [S, max_blocks] int32; entry i counts this rank's blocks among blocks 0 to i
+    tokens: Tensor  # [S] int32, number of this rank's blocks * block size
+    keys: Tensor  # [S] int32, number of the sequence's keys in this rank's blocks
 
 
 # no specialization on alignment, because slices of a step's tensors may have any alignment
@@ -36,7 +36,7 @@ def _own_blocks_kernel(
     tables,  # [slots, table_stride] int32, block tables
     block_table_indices,  # [S] int64, row of each sequence in `tables`
     lengths,  # [S] int32, sequence lengths in tokens
-    blocks,  # this tensor and the next three are fields of `OwnBlocks`, written
+    blocks,  # the kernel writes this and the next three tensors, fields of `OwnBlocks`
     held,
     tokens,
     keys,

@@ -45,7 +45,7 @@ class QkNormConstants(NamedTuple):
     BLOCK_H: int  # HEADS + KV_HEADS, padded to a power of two like all BLOCK sizes
     BLOCK_KV: int
     BLOCK_HALF: int
-    BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
+    BLOCK_REST: int  # number of unrotated dimensions, padded to a power of two; 0: all are rotated
     BLOCK_D: int
     HAS_SUMS: bool  # whether `sums` contains the sums of squares of all ranks
     WORLD: int  # number of ranks that exchange sums of squares in the kernel

@@ -25,7 +25,7 @@ class AttentionConstants(NamedTuple):
     GROUP: int  # number of query heads per KV head
     DIM: int  # dimension of a head
     BLOCK_SIZE: int  # number of tokens per cache block
-    BLOCK_M: int  # number of rows per tile; for decodes QUERIES * GROUP, padded for tl.dot
+    BLOCK_M: int  # number of rows per tile; decodes have QUERIES * GROUP rows, padded for tl.dot
     BLOCK_N: int  # number of keys per tile
     BLOCK_D: int  # DIM, padded to a power of two
     QUANTIZE: bool  # whether to write the output also in FP8

@@ -62,7 +62,7 @@ class ScoredShard:
     """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache.
-    # `numbers`: [S, sparse blocks] int64, ascending numbers of the rank's blocks, then NO_BLOCK.
+    # `numbers`: [S, sparse blocks] int64, the rank's block numbers, ascending; padding is NO_BLOCK.
     numbers: Tensor
 
 
@@ -218,8 +218,8 @@ class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
     plan: Callable[[Tensor, SparseShape], Any]  # Makes the plan for sequence lengths [rows] int64.
-    # `run`: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan; result:
-    # [rows, group * head_dim]
+    # `run` takes q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64 and the
+    # plan, and returns [rows, group * head_dim].
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 
 

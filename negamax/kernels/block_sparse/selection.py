@@ -63,8 +63,8 @@ class SparseShape(PagedShape):
 class BlockSelection:
     """The selected blocks of T tokens."""
 
-    # [T, kv_heads, topk_blocks] int32, block numbers in the token's sequence in ascending order
-    # (the local block is last); unused entries and padding tokens have -1
+    # [T, kv_heads, topk_blocks] int32, ascending block numbers in the token's sequence; the local
+    # block is last; unused entries and padding tokens have -1
     ids: Tensor
     pages: Tensor  # [T, kv_heads, topk_blocks] int32, cache pages of the blocks; 0 where ids is -1
 

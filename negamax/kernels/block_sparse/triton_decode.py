@@ -81,9 +81,9 @@ def plan_sparse_decode(
         block_table_indices=rows,
         seq_lens=lengths,
         num_decodes=num_rows,
-        max_decode_run=1,  # no two of these sequences have the same keys
+        max_decode_run=1,  # each of these sequences has its own keys
         decode_runs=None,
-        # upper bounds; without them, kernels would prefetch keys before the selection ends
+        # without upper bounds, kernels would prefetch keys before the selection ends
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,

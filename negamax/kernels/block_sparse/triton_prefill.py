@@ -44,7 +44,7 @@ from negamax.kernels.quantize.native import Outputs, result
 
 _UNION = 128  # maximum number of different blocks that the queries of a tile select
 _MOST_QUERIES = 16  # Maximum number of queries per tile.
-# `_WORDS` per block of a union: block number, mask of queries, page, scratch for `_unite_kernel`
+# A union has `_WORDS` per block: block number, mask of queries, page, scratch of `_unite_kernel`.
 _WORDS = tl.constexpr(4)
 
 
@@ -178,7 +178,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # Load page indices one tile ahead. Dependent loads would halve the pipeline stages.
+        # Load page indices one tile ahead: waiting for them would halve the pipeline stages.
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = multiply_keys(operands, k, C)

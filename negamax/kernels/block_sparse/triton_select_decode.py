@@ -65,7 +65,7 @@ class Queries(NamedTuple):
     """A record of the queries of one sequence."""
 
     first: tl.tensor  # index of the first query among the step's T tokens
-    count: tl.tensor  # number of queries; 0: the queries are in an earlier sequence's `Queries`
+    count: tl.tensor  # number of queries; 0: an earlier sequence's record has these queries
     length: tl.tensor  # number of tokens of the sequence up to the last query
 
 
@@ -79,8 +79,8 @@ class SelectDecodePlan:
     queries: Tensor  # [S, 4] int32, a `Queries` for each sequence
     arrivals: Tensor  # [S] int32, number of finished programs of each sequence; 0 between launches
     splits: Splits
-    own: OwnBlocks | None  # blocks that this rank scores; None: it scores all blocks.
-    # `scores`: number of elements -> score buffer, which the first layer allocates. The group
+    own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks.
+    # `scores`: number of elements -> score buffer; the first layer allocates the buffer. The group
     # maxima in score buffers are NO_SCORE between launches.
     scores: dict[int, Tensor] = field(default_factory=dict)
 
@@ -291,7 +291,7 @@ def _select_decode_kernel(
     queries,  # [S, 4] int32, a `Queries` for each sequence
     sequences,  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` for each sequence
     work,
-    scores,  # [T * HEADS, stride] int32, written: group maxima if GROUP > 1, then `width` scores
+    scores,  # [T * HEADS, stride] int32, written: group maxima (if GROUP > 1), then `width` scores
     arrivals,  # [S] int32, number of finished programs; 0 between launches
     ids,  # [T, HEADS, TOPK], written: int32 block numbers; if RANKS > 1 int64 sort keys
     pages,  # [T, HEADS, TOPK] int32, written: pages of the selected blocks
@@ -376,7 +376,7 @@ def select_decode(
     constants = selection_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows)
     entries = max(constants.TOPK_POW2, min(MOST_ENTRIES, triton.next_power_of_2(width)))
     while constants.TOPK_POW2 * triton.next_power_of_2(triton.cdiv(width, entries)) > entries:
-        entries *= 2  # ENTRIES must be enough for all blocks of TOPK groups
+        entries *= 2  # all blocks of TOPK groups must fit into ENTRIES
     group = triton.next_power_of_2(triton.cdiv(width, entries))
     stride = width + (entries if group > 1 else 0)
     size = num_tokens * heads * stride

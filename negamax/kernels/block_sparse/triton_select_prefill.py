@@ -136,9 +136,9 @@ def _select_prefill_kernel(
     block_table_indices,  # [S] int64, row of each sequence in `tables`
     tiles,  # [tiles, 4] int32, `SelectPrefillPlan.tiles`
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64 sort keys, written if SPLITS > 1
-    ids,  # as in `_merge_splits_kernel`, written if SPLITS is 1 or if all blocks are selected
+    ids,  # `ids` of `_merge_splits_kernel`, written if SPLITS is 1 or all blocks are selected
     pages,  # [T, HEADS, TOPK] int32, written together with `ids`
-    own_blocks,  # this tensor and the next two are fields of `OwnBlocks`, used if RANKS > 1
+    own_blocks,  # `OwnBlocks.blocks`; own_blocks, held and width are used if RANKS > 1
     held,
     width,
     table_stride,

@@ -154,7 +154,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-    # Load block numbers one block ahead: a load that depends on a load halves the pipeline stages.
+    # Load block numbers one block ahead: a load that waits for another halves the pipeline stages.
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)
@@ -188,7 +188,7 @@ def find_highest(order, TOPK: tl.constexpr):
     COUNTS: tl.constexpr = tl.int32 if BITS == 10 else tl.int64
     MASK: tl.constexpr = (1 << BITS) - 1
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
-    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # entries with a score, then >= `least`
+    count = tl.sum((order != NO_SCORE).to(COUNTS), axis=1)  # scored entries; later those >= `least`
     i = 0
     while (tl.max(count, axis=0) > TOPK) & (i < 16):
         bit = tl.full([1], 1 << 30, tl.int32) >> (2 * i)

@@ -107,7 +107,7 @@ def _attend(
     q: Tensor,
     cache: KvCache,
     plan: BlockSparsePlan,
-    is_chosen: Callable[[slice, Tensor], Tensor],  # (tokens, key positions) -> selected keys
+    is_chosen: Callable[[slice, Tensor], Tensor],  # (tokens, positions of keys) -> selection mask
 ) -> PartialResults:
     shape = plan.shape
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])

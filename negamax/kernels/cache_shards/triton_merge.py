@@ -67,8 +67,8 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "rank"])
 def _merge_partials_kernel(
-    parts,  # [RANKS, T, HEADS * DIM], rank stride `part_stride`; with IS_LL [T, HEADS * DIM]
-    lse,  # [RANKS, T, HEADS] fp32, rank stride `lse_stride`; with IS_LL [T, HEADS]
+    parts,  # [RANKS, T, HEADS * DIM] with rank stride `part_stride`; if IS_LL, [T, HEADS * DIM]
+    lse,  # [RANKS, T, HEADS] fp32 with rank stride `lse_stride`; if IS_LL, [T, HEADS]
     out,  # [T, COUNT * DIM], written
     values,  # [T, COUNT * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, COUNT] fp32, written if QUANTIZE, else None

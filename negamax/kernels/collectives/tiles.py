@@ -9,8 +9,8 @@ from negamax.kernels import platform
 # From this number of rows on, two-shot sums are faster than one-shot sums (4 H200, 6 KB rows).
 TWO_SHOT_ROWS = 16
 # From this number of rows on, a rank normalizes only its shard of the rows. Estimate for 512 rows
-# (4 H200, 6 KB rows, links at 380 GB/s): 6 us to scatter, 5 us to normalize and gather, 6 us for
-# two barriers. Without sharding, the sum takes 23 us, and each rank normalizes all rows.
+# (4 H200, 6 KB rows, links at 380 GB/s): the scatter takes 6 us, norm and gather take 5 us, and two
+# barriers take 6 us. Without sharding, the sum takes 23 us, and each rank normalizes all rows.
 SHARD_ROWS = 512
 
 

@@ -257,7 +257,7 @@ def _add_rms_all_gather_kernel(
 
 @triton.jit(do_not_specialize=["first_at", "second_at", "num_words"])
 def _all_gather_kernel(
-    first,  # [num_words] of 4 bytes, copied to `gathered` of every rank from word `first_at` on
+    first,  # [num_words] of 4 bytes, copied to word `first_at` of every rank's `gathered`
     second,  # [num_words] of 4 bytes, copied to word `second_at` of every rank's `gathered`
     gathered,  # addresses of `ShardRegion.gathered`, written
     first_at,
@@ -456,7 +456,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    # bytes of x's values and scales, rounded up to the 16 bytes that the compiled kernels require
+    # bytes of x's values and scales, rounded up to a multiple of 16, which compiled kernels require
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (

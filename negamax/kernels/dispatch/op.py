@@ -65,8 +65,8 @@ def dispatch(
 
 
 def combine(
-    # [ranks * num_rows, width] or P summands [ranks * num_rows, P, width], outputs of this rank's
-    # experts; 0 in rows that selected no expert of this rank
+    # outputs of this rank's experts [ranks * num_rows, width], or P summands [ranks * num_rows, P,
+    # width]; 0 in rows that selected no expert of this rank
     out: Tensor,
     ids: Tensor,  # [ranks * num_rows, top_k] int32, result of `dispatch`
     /,

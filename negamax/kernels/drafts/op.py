@@ -105,12 +105,12 @@ class BlockContext(NamedTuple):
 
 def attend_block(
     q: Tensor,  # [R * N, heads, head_dim]
-    own: KvCache,  # keys and values of the rows of q, [R, kv_heads, N, head_dim], unscaled
+    own: KvCache,  # keys and values of q's rows, [R, kv_heads, N, head_dim], not divided by scales
     cache: KvCache,
     context: BlockContext,
     /,
     *,
-    sliding_window: int,  # in tokens, including the row's own token; 0: the whole context
+    sliding_window: int,  # number of tokens, including the row's own token; 0: the whole context
     is_causal: bool,
 ) -> Tensor:
     """Compute attention of R blocks, each with N rows -> [R * N, heads * head_dim].

@@ -58,7 +58,7 @@ def count_accepted(
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    # Zeros are valid indices for later ops when `_count_accepted_kernel` is only compiled, not run.
+    # If `_count_accepted_kernel` is only compiled, not run, later ops use these zeros as indices.
     accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
@@ -69,7 +69,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # one more column than draft tokens: a column that is never accepted ends each row
+            # each row of draft tokens ends with one extra column, which is never accepted
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )

@@ -35,7 +35,7 @@ from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 _ROWS_HINT = 4  # oneDNN optimizes the layout of a weight for inputs with this number of rows
 _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
-_STEPS = 16  # number of padded row counts per power of two: under 1/16 of rows are padding
+_STEPS = 16  # row counts are padded to 16 sizes per power of two, so under 1/16 of rows are padding
 _UNPADDED_ROWS = 2 * _STEPS
 _SAFE_ROWS = 12  # from 12 rows on, the row count did not change the bits of F.linear in fp32
 

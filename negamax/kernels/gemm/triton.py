@@ -75,7 +75,7 @@ def _gemv_kernel(
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns per step, 16 for each thread of the program
+    BLOCK_K: tl.constexpr,  # number of columns per step: 16 * threads of the program
     PDL: tl.constexpr,
 ):
     """Multiply w with one unquantized token, in fp32 on the CUDA cores. A program loads BLOCK_N
@@ -87,7 +87,7 @@ def _gemv_kernel(
             +---------+---------+-----+
               a thread has 16 neighboring columns of each step and row
     """
-    launch_dependents(PDL)  # early, so that the next kernel can load its weight
+    launch_dependents(PDL)  # launch the next kernel early, so that it can load its weight
     THREADS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(K, BLOCK_K)
     first_n = tl.program_id(0) * BLOCK_N
@@ -187,7 +187,7 @@ def _small_m_kernel(
             +------+------+- -+------+------+- -
               128    128
     """
-    launch_dependents(PDL)  # early, so that the next kernel can load its weight
+    launch_dependents(PDL)  # launch the next kernel early, so that it can load its weight
     K_BLOCKS: tl.constexpr = K // _BLOCK
     STEPS: tl.constexpr = triton.cdiv(K_BLOCKS, NUM_WARPS)
     first_n = tl.program_id(0) * BLOCK_N
@@ -254,7 +254,7 @@ def _split_k_kernel(
     first_n = tl.program_id(0) * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_rows = offs_m % M  # wrap tokens past M: many reads of one row would wait for each other
+    x_rows = offs_m % M  # tokens past M wrap, because many reads of one row would be slow
     offs_k = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(K, BLOCK_K)
     split_steps = tl.cdiv(steps, SPLIT_K)

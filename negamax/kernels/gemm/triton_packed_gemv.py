@@ -30,7 +30,7 @@ def _packed_gemv_kernel(
     ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N columns of out[:, split]. Grid (N / BLOCK_N, SPLIT_K)."""
-    launch_dependents(PDL)  # early, so that the next kernel can load its weight
+    launch_dependents(PDL)  # launch the next kernel early, so that it can load its weight
     first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) if SPLIT_K > 1 else 0
     rows = tl.minimum(first_n + number_fragment_rows(BLOCK_N), N - 1)
     loaded = load_weight(w, rows, N, P, NUM_WARPS, split, SPLIT_K)

@@ -41,7 +41,7 @@ class TokenPlaces(NamedTuple):
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor
-    rows: Tensor  # [T * kv_heads] int64, row indices in caches viewed as [-1, head_dim]; < 0: none
+    rows: Tensor  # [T * kv_heads] int64, rows of caches viewed as [-1, head_dim]; < 0: not written
 
 
 class TokenTables(NamedTuple):

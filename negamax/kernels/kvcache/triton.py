@@ -22,14 +22,14 @@ def _locate_kernel(
     table_stride,
     rank,
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROTARY: tl.constexpr,  # 0: there are no rotations; frequencies, cos and sin are None
+    ROTARY: tl.constexpr,  # number of rotated dimensions; 0: frequencies, cos and sin are None
     ROTARY_POW2: tl.constexpr,
     RANKS: tl.constexpr,  # number of ranks; each rank holds every RANKS-th block
     FIRST: tl.constexpr,  # index of the first sharded block in a rank's cache
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Locate one token: angles, and cache rows (-1 if another rank holds the block). Grid (T,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: later kernels read `cos` before they wait
+    wait_for_predecessor(PDL)  # Later kernels read `cos` before they wait: no `launch_dependents`
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride

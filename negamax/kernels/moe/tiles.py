@@ -43,11 +43,11 @@ class ExpertTiles:
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows
     down: Tile
-    # gemv: number of experts of a token that one program of down sums; the next norm adds the sums
+    # gemv: a program of down sums this number of a token's experts; the next norm adds these sums
     choices: int = 1
     repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
     resident: bool = False  # large_m: whether down keeps its input h in shared memory (FP8)
-    starts_early: bool = True  # packed gemv, gate and up: `launch_options(starts_early=)`
+    starts_early: bool = True  # `starts_early` of `launch_options` for gate and up in packed gemv
 
 
 class MoeTiles:
@@ -110,7 +110,7 @@ def _tall(
     return ExpertTiles(tile, replace(tile, block_n=128))
 
 
-# For packed weights and many tokens: kind of scale -> (M, tiles up to M, tiles above M). Two
+# Tiles for many tokens and packed weights: kind of scale -> (M, tiles up to M, tiles above M). Two
 # programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for their
 # tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
 _PACKED_LARGE_M = {

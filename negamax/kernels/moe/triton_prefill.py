@@ -270,12 +270,12 @@ def _compute_packed_gate_up(
 
 @triton.jit(do_not_specialize=["num_experts"])
 def _gate_up_large_m_kernel(
-    x_ptr,  # [M, HIDDEN]; ROUNDED (8-bit activations): [M, HIDDEN padded]
-    x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; other weights do not use it
-    w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: TMA descriptor of this matrix with
-    # blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
+    x_ptr,  # [M, HIDDEN]; if ROUNDED (8-bit activations), HIDDEN is padded
+    x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; not used otherwise
+    w,  # matrix [num_experts * 2 * WIDTH, HIDDEN], or the tensors of a `PackedWeight`;
+    # if FP8 or ROUNDED, the TMA descriptor of the matrix with blocks [BLOCK_N, BLOCK_K]
     w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one scale per row
-    h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH padded]
+    h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; if ROUNDED, WIDTH is padded
     h_scale_ptr,  # [M * TOP_K, WIDTH / BLOCK_N] fp32, written with FP8 or ROUNDED only
     sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
     expert_counts_ptr,  # [num_experts] int32, number of pairs of each expert
@@ -430,13 +430,13 @@ def _compute_packed_down(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts"])
 def _down_large_m_kernel(
-    h,  # result of `_gate_up_large_m_kernel`; FP8 and not RESIDENT, or ROUNDED: TMA descriptor of
-    # this matrix with blocks [BLOCK_M, BLOCK_K]
+    h,  # result of `_gate_up_large_m_kernel`; if ROUNDED, or if FP8 and not RESIDENT, the TMA
+    # descriptor of this matrix with blocks [BLOCK_M, BLOCK_K]
     h_scale_ptr,  # result of `_gate_up_large_m_kernel`
     topk_weights_ptr,  # [M, TOP_K] fp32
-    w,  # [num_experts, HIDDEN, WIDTH]; FP8 and not RESIDENT, or ROUNDED: the descriptor of
-    # [num_experts * HIDDEN, WIDTH (padded)], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a
-    # `PackedWeight`
+    w,  # [num_experts, HIDDEN, WIDTH], or the tensors of a `PackedWeight`; if ROUNDED, or if FP8
+    # and not RESIDENT, the TMA descriptor of [num_experts * HIDDEN, WIDTH (padded if ROUNDED)] with
+    # blocks [BLOCK_N, BLOCK_K]
     w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one scale per row
     out_ptr,  # [M, TOP_K, HIDDEN]
     sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
@@ -536,7 +536,7 @@ def experts_large_m(
         q, scale, w1, w1_scale, h, h_scale, *pairs, count, TOP_K=top_k,
         **gate_up.constants, **shared, **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
-    # one tile more than for gate and up, because other ranks' pairs also have a partly empty tile
+    # one more tile than for gate and up: the last tile of other ranks' pairs may be partly empty
     tiles_m = min(num_pairs, num_pairs // down.block_m + count + 1)
     tiles_n = triton.cdiv(E.HIDDEN, down.block_n)
     repeat_n = gcd(tile.repeat_n, tiles_n)

@@ -268,7 +268,7 @@ def _route_large_m_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     TOPK_M: tl.constexpr,  # number of tokens for which experts are selected at a time
     PARALLEL_TOPK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,  # 0: load a program's part of the gate before the activations exist
+    NUM_STAGES: tl.constexpr,  # 0: a program loads its part of the gate before x has been computed
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then select experts.
@@ -363,7 +363,7 @@ class PreparedGate:
     gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
     arrivals: Tensor  # [ROUTE_MAX_TILES] int32, counters of `_route_large_m_kernel`, one per tile
-    logits: Tensor  # [ROUTE_SMALL_M_MAX_M, experts] int64: logit, flag of the writing launch
+    logits: Tensor  # [ROUTE_SMALL_M_MAX_M, experts] int64: a logit, and the flag of its launch
     flag: Tensor  # [1] int32, flag of the last launch of `_route_small_m_kernel`
     all_active: Tensor  # [1] int32, 2^31 - 1: all rows are active if the caller passes no `active`
     spin_wait: bool  # whether the platform allows spin waits between programs of a launch

@@ -34,7 +34,7 @@ from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe.triton_shared import PreparedExperts, compute_group_scale
 
-# Triton 3.9 renamed both functions to `async_load`.
+# Both copy functions are named `async_load` from Triton 3.9 on.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _swiglu, _compute_group_scale, _wait_for_predecessor, _launch_dependents = (
@@ -42,11 +42,11 @@ _swiglu, _compute_group_scale, _wait_for_predecessor, _launch_dependents = (
     for each in (swiglu, compute_group_scale, wait_for_predecessor, launch_dependents)
 )
 
-_SIDE = gl.constexpr(128)  # pairs of a tile, rows of a tile of w, values of K in a stage
+_SIDE = gl.constexpr(128)  # number of pairs per tile, rows per tile of w, and values of K per stage
 _STAGES = gl.constexpr(4)  # 48 KiB each
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SHARED_TILE = gl.constexpr(_TILE)
-_CONSUMER_REGISTERS = 232  # per thread; a sum of 128 and a product of 64 registers, and addresses
+_CONSUMER_REGISTERS = 232  # registers per thread: 128 for the sum, 64 for a product, and addresses
 _PRODUCER_REGISTERS = 40
 
 
@@ -77,7 +77,7 @@ def _produce(
     K: gl.constexpr = E.WIDTH if DOWN else E.HIDDEN
     W_ROWS: gl.constexpr = E.HIDDEN if DOWN else 2 * E.WIDTH
     N: gl.constexpr = 2 * _SIDE if DOWN else _SIDE  # columns of a tile's result
-    APART: gl.constexpr = _SIDE if DOWN else E.WIDTH  # rows from the first to the second tile of w
+    APART: gl.constexpr = _SIDE if DOWN else E.WIDTH  # row distance between the two tiles of w
     TILES_N: gl.constexpr = (E.HIDDEN if DOWN else E.WIDTH) // N
     step, expert, first_tile, begin = 0, 0, 0, 0
     tile, count = gl.program_id(0), gl.load(expert_counts_ptr)
@@ -117,7 +117,7 @@ def _consume(
     sorted_token_ids_ptr, expert_counts_ptr, x_ring, w_ring, full, empty, num_experts,
     x_scale_ptr, w_scale_ptr, topk_weights_ptr, out_ptr, out_scale_ptr, num_pairs,
     E: gl.constexpr, DOWN: gl.constexpr, TOP_K: gl.constexpr,
-    CONSUMER: gl.constexpr,  # 0 or 1: the half of the pairs of each tile
+    CONSUMER: gl.constexpr,  # the half of each tile's pairs to compute: 0 or 1
 ):  # fmt: skip
     """Compute half of the pairs of all tiles of the program."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -166,7 +166,7 @@ def _consume(
                 fence_async_shared()  # cp.async and the tensor cores use different proxies
             for k in range(K_BLOCKS):
                 scale, first_scale, second_scale = next_scale, next_first, next_second
-                # Load the scales of the next step. The fence would wait for later loads.
+                # Load the scales of the next step here: the fence below would wait for later loads.
                 next_k = gl.minimum(k + 1, K_BLOCKS - 1)
                 next_scale = gl.load(x_scale_ptrs + next_k, mask=valid, other=0.0)
                 next_first = gl.load(w_scale_ptrs + next_k)
@@ -179,7 +179,7 @@ def _consume(
                 product = warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
                 product = warpgroup_mma_wait(0, deps=[product])
                 first += product * (scale * first_scale)[:, None]
-                # Otherwise ptxas adds after the next product, for which registers are missing.
+                # Without this wait, ptxas adds after the next product and needs too many registers.
                 first = warpgroup_mma_wait(0, deps=[first])
                 w = w_ring.index(2 * stage + 1).permute((1, 0))
                 product = warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
@@ -213,7 +213,7 @@ def _consume(
         expert, first_tile, begin, count = _find_expert(
             expert_counts_ptr, tile, expert, first_tile, begin, count, num_experts, TILES_N
         )
-    if DOWN:  # `begin` is now the number of this rank's pairs. Other ranks' pairs are 0.
+    if DOWN:  # Set the results of other ranks' pairs to 0. They follow `begin` own pairs.
         BLOCK_N: gl.constexpr = 1024
         offs_n = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([8], [32], [4], [0]))
         for place in range(
@@ -227,13 +227,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["num_pairs", "num_experts"])
 def _specialized_large_m_kernel(
-    x,  # gate and up: [M, HIDDEN] e4m3; DOWN: descriptor of h [M * TOP_K, WIDTH] e4m3
-    x_scale_ptr,  # [rows of x, K / 128] fp32
-    w,  # descriptor of [num_experts * rows, K] e4m3: rows 2 * WIDTH, K HIDDEN; DOWN: HIDDEN, WIDTH
-    w_scale_ptr,  # [num_experts, rows / 128, K / 128] fp32
+    x,  # [M, HIDDEN] e4m3; if DOWN, the descriptor of h [M * TOP_K, WIDTH] e4m3
+    x_scale_ptr,  # [rows of x, columns of x / 128] fp32
+    w,  # descriptor of e4m3 [num_experts * 2 * WIDTH, HIDDEN]; DOWN: [num_experts * HIDDEN, WIDTH]
+    w_scale_ptr,  # [num_experts, rows of an expert / 128, columns of w / 128] fp32
     topk_weights_ptr,  # [M, TOP_K] fp32, read with DOWN only
-    out_ptr,  # h, in the order of sorted_token_ids; DOWN: [M, TOP_K, HIDDEN]
-    out_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32, written without DOWN only
+    out_ptr,  # h in the order of sorted_token_ids; if DOWN, the output [M, TOP_K, HIDDEN]
+    out_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32, written only without DOWN
     sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
     expert_counts_ptr,  # [num_experts] int32, number of pairs of each expert
     num_pairs,
@@ -247,7 +247,7 @@ def _specialized_large_m_kernel(
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
-        # TMA arrives once. With cp.async, each of the producer's 128 threads arrives, too.
+        # TMA arrives once. Without DOWN, the producer's 128 threads also arrive, by cp.async.
         mbarrier.init(full.index(stage), 1 if DOWN else 129)
         mbarrier.init(empty.index(stage), 2)
     fence_async_shared()

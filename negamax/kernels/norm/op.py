@@ -52,7 +52,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
     return quantize_activations(normed) if norm.quantize else normed
 
 
-WIDE_ERROR = 5e-3  # bf16 has 8 significant bits, and the errors of three roundings add up
+WIDE_ERROR = 5e-3  # sum of the errors of three roundings to bf16, which has 8 significant bits
 
 ADD_RMS = op(
     "norm.add_rms",

@@ -88,8 +88,8 @@ def quantize_row(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.cons
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     scale = tl.where(largest > 0, tl.maximum(largest / e4m3_max(E4M3), _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
-    # Join the columns before the conversion, which converts pairs of neighbors. ptxas 12.8 loses
-    # every fourth byte if code separates the halves of a converted pair.
+    # Join the columns first, because the FP8 conversion takes pairs of neighbors. ptxas 12.8 loses
+    # every fourth byte if code separates the two values of a converted pair.
     in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
     return scale, in_order.to(E4M3)
 

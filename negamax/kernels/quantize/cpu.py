@@ -10,8 +10,8 @@ from torch import Tensor
 
 from negamax.formats.floats import E4M3_GROUP
 
-_FP16_BITS = 0xBF80 - 2**16  # int16 mask: sign bit, and the lower 7 bits of an E4M3 byte << 7
-_E2M1_BITS = 0x8E00 - 2**16  # int16 mask: sign bit, and the lower 3 bits of an E2M1 code << 9
+_FP16_BITS = 0xBF80 - 2**16  # int16 mask of the sign bit and of an E4M3 byte's lower 7 bits << 7
+_E2M1_BITS = 0x8E00 - 2**16  # int16 mask of the sign bit and of an E2M1 code's lower 3 bits << 9
 _NAN = 0x7F  # bits that are all set in an E4M3 NaN, and in no other value
 _FNUZ_NAN = -0x80  # byte 0x80 as int8, the only NaN of E4M3FNUZ
 
