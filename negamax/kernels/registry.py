@@ -56,7 +56,7 @@ _NORMS = (
     norm.ADD_RMS, collectives.ALL_REDUCE_ADD_RMS, attention.QK_NORM_ROPE_WRITE,
     attention.HEAD_NORM_ROPE_WRITE, block_sparse.BLOCK_SPARSE_NORM_ROPE_WRITE,
 )  # fmt: skip
-# `_PAIRS`: both ops of a pair need one provider, because one op reads data that the other op wrote.
+# `_PAIRS`: one provider must run both ops of a pair, because one op reads data of the other op.
 _PAIRS = (
     (collectives.ALL_REDUCE_ADD_RMS, collectives.COMPLETE_RESIDUAL),
     (dispatch.DISPATCH, dispatch.COMBINE),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 SAFE_ROWS_MULTIPLE = 4  # fp32 GEMMs pad the number of rows to a multiple of 4 (`gemm/cpu.py`)
 _STEP = 32  # number of floats per iteration of PyTorch's CPU loops
-_SERIAL_LIMIT = 32_768  # number of elements from which PyTorch uses several threads
+_SERIAL_LIMIT = 32_768  # PyTorch uses several threads from this number of elements on
 
 
 def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:

@@ -82,7 +82,7 @@ class VocabEmbedding:
         weights: WeightFormat,
     ) -> None:
         self._group = group
-        # [rows + 2, hidden]: ids of other ranks' tokens select the zeros at either end
+        # [rows + 2, hidden]; tokens of other ranks read the first or last row, which are zeros
         self.table = torch.zeros(
             len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
         )

@@ -169,7 +169,7 @@ class DistributedTokens(ReplicatedTokens):
         context, layout = setup.context, setup.context.layout
         self._context = context.context_group
         self._group = context.attention_group
-        # exchanges of sharded and of unsharded steps; None: the group has one rank
+        # `TokenExchange` of sharded steps and of other steps; None: the group has one rank
         self._sharded, self._between = (
             TokenExchange(group, ranks, num_slots=len(self.table), setup=setup)
             if len(ranks) > 1

@@ -192,7 +192,7 @@ class Costs:
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
         """Return the time to first token of one prompt, whose `chunks` overlap in the stages."""
-        ended = [0.0] * self._layout.pp  # seconds at which each stage ends its latest chunk
+        ended = [0.0] * self._layout.pp  # time in seconds at which each stage ends its latest chunk
         done = 0
         for size in chunks:
             hop, arrived = self._hops(size) / max(1, self._layout.pp - 1), 0.0
@@ -263,7 +263,7 @@ class Costs:
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
         rows = float(own)
         if weight.used is not None:
-            # The busiest of `ep` ranks reads more experts than the mean rank.
+            # The busiest of `ep` ranks reads more experts than the ranks read on average.
             deviation = sqrt(hit * (1 - hit) * layout.ep / weight.count)
             hit = min(1.0, hit + _beyond_mean(layout.ep) * deviation)
             rows = tokens * weight.used / weight.count

@@ -17,7 +17,7 @@ from negamax.formats.tensor_format import (
 from negamax.quantization.integers import group_name, group_size, make_group_dim
 from negamax.quantization.scheme import Scheme, check_table, read_modules
 
-_WORD = Dim(Axis.ROWS, 8)  # one entry is a 32-bit word of 4-bit numbers in eight rows
+_WORD = Dim(Axis.ROWS, 8)  # an entry is a 32-bit word with 4-bit numbers of eight rows
 
 
 @cache

@@ -17,7 +17,7 @@ from negamax.scheduler.request import ImageInput
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
-# `STEP_PATCHES`: weighted patches that a rank encodes at most in a step; the step's first image may
+# `STEP_PATCHES`: limit of the weighted patches that a rank encodes in a step. The first image may
 # exceed the limit. `PART_PATCHES`: the limit of a step with decodes, calculated to take 10 ms on an
 # H200. A patch of an image with n patches weighs 1, plus n / `_SQUARE` for attention.
 STEP_PATCHES, PART_PATCHES, _SQUARE = 10_000, 3_000, 8_824

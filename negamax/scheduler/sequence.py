@@ -60,7 +60,7 @@ class Sequence:
         self.rank: int | None = None  # data-parallel rank that runs the sequence
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
-        self.capacity = 0  # number of tokens that the blocks in `block_ids` hold
+        self.capacity = 0  # number of tokens that fit in the blocks of `block_ids`
         self.num_computed = 0
         self.num_committed = 0  # number of leading tokens whose steps are committed
         self.num_total = self.prompt_len

@@ -111,7 +111,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # use `hidden` for captured layers after the layers that a warmup runs
+    # a warmup may run fewer layers, so use `hidden` for the captured layers after them
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

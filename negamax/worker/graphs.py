@@ -252,7 +252,7 @@ class StepGraphs:
         slots, lengths = upload((columns.slots, starts), num_computed.device)
 
         def replay() -> None:
-            num_computed[slots] = lengths  # undo the change by the previous replay
+            num_computed[slots] = lengths  # restore what the previous replay changed
             graph.replay()
 
         seconds = self._runtime.seconds_of(replay, repeats=repeats)

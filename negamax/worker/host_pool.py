@@ -109,7 +109,7 @@ class HostPool:
         self._pinned: list[Tensor] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            for memory in raw:  # pin with CUDA, as torch would pin up to twice the bytes
+            for memory in raw:  # pin with CUDA, because torch would pin up to twice the bytes
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
                 if int(code):
                     raise ResourceError(

@@ -64,7 +64,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         if model.is_last_stage:
             model.local_logits(hidden[:most])
         if proposer is not None and capture and model.is_last_stage:
-            # use `hidden` for captured layers after the layers that a warmup runs
+            # a warmup may run fewer layers, so use `hidden` for the captured layers after them
             residuals += [hidden] * (len(capture) - len(residuals))
             # reuse slots, because the profiled step may have more sequences than there are slots
             at = replace(metadata, token_slots=metadata.token_slots % most)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
 # Kind -> ranges (first, last, increment) of captured sizes; None stands for the largest size.
-# ROWS: all sizes up to 16, then at most an eighth of a step is padding. DRAFTS: fewer sizes for
-# each number of drafts, because experts skip padding. TOKENS: at most a fifth of a step is padding.
+# ROWS: all sizes up to 16, then at most an eighth of a step is padding. DRAFTS, for
+# each draft length: fewer sizes, because experts skip padding. TOKENS: at most a fifth is padding.
 _SIZES = {
     ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
     DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),

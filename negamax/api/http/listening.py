@@ -37,7 +37,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> Self:
-        """Return limits for `max_files` files; a client gets half of the connections by default."""
+        """Return limits for `max_files` files. By default, an address gets half the connections."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 

@@ -201,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed `data` to the parser. If a request offers a protocol upgrade, ignore the offer.
 
-        An upgrade would make the parser skip the body. Raises `HttpParserError`, also for CONNECT.
+        An upgrade would make the parser skip the body. CONNECT also raises `HttpParserError`.
         """
         rest = memoryview(data)
         while rest:

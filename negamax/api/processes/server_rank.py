@@ -53,7 +53,7 @@ class ServerRank:
 
     @property
     def supervisor_pulse(self) -> Path:
-        """The file that begins with the first process's heartbeat."""
+        """The file of all processes' heartbeats; the first process's heartbeat comes first."""
         return self.folder / "pulses"
 
     def clear(self, index: int) -> None:

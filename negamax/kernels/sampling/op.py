@@ -61,8 +61,8 @@ def draw_from(
     limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
     keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
     probs = probs * keep
-    # top-p applies after top-k and min-p: a token is kept if the sum of probabilities before it is
-    # below top_p times the total
+    # top-p applies after top-k and min-p. It keeps a token if the sum of the probabilities of more
+    # likely tokens is below top_p times the total.
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     probs = probs * (cumulative - probs < top_p.unsqueeze(-1) * total)
@@ -80,7 +80,7 @@ def pick(
     /,
     *,
     first_id: int,  # id of the token in the first column of `logits`
-    group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
+    group: Collective | None = None,  # ranks that shard the vocabulary; None: not sharded
 ) -> Tensor:  # [R] int64
     """Pick the token with the largest logit / T + Gumbel(seed, position, token).
 
@@ -123,7 +123,7 @@ def draw_leading(
     *,
     first_id: int,  # id of the token in the first column of `logits`
     otherwise: Tensor,  # [R] int64, results for rows that this call does not draw
-    group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
+    group: Collective | None = None,  # ranks that shard the vocabulary; None: not sharded
 ) -> Tensor:  # [R] int64
     """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.
 
@@ -202,7 +202,7 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
     """Return the ids [R, num_top] int64 of the top tokens, ordered as in `token_logprobs`."""
     if num_top == 0:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
-    # log-probabilities are at most 0, so larger values have magnitudes with smaller bit patterns
+    # log-probabilities are at most 0, so a larger one has a smaller absolute value and bit pattern
     keys = logprobs.abs().view(torch.int32).long()
     keys <<= 32
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)

@@ -19,7 +19,7 @@ _BLOCK = 128  # number of entries of each output that a program writes
 def _place_kernel(
     columns,  # see `spec.place`
     num_computed,  # [slots] int64; position of a token = num_computed + its offset
-    tokens,  # [slots, width], draft tokens are written
+    tokens,  # [slots, width], written: draft tokens
     drafts,  # [slots, room] int64, draft tokens; or None
     places,  # [size] int64, written: positions of the tokens, then lengths of the sequences
     token_ids,  # [num_tokens] int64, written: the step's tokens

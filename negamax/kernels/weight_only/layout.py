@@ -188,7 +188,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
     # axes: row, span, thread, strides of 64 and 32 columns, pair of the word, code of the pair
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
-    # for each code, the bits that the first code of a pair sets in the lower and upper half-word
+    # for each code as first code of a pair: its bits in the lower and in the upper half-word
     values = torch.tensor(
         [
             sum((code >> bit & 1) << place for bit, place in enumerate(places))

@@ -36,7 +36,7 @@ from negamax.text.grammar.tag_formats import MAX_WHITESPACE, Format
 
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _LITERAL: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST_CHARACTER))
-_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # no NUL: it ends texts in xgrammar
+_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # without NUL, which ends xgrammar texts
 _HEX = "0123456789abcdef"
 
 _BLOCK = 8  # a long run of one character class is written in blocks of this many characters

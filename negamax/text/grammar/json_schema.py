@@ -50,7 +50,7 @@ NOT_ENFORCED = (
 )  # fmt: skip
 
 MAX_LEVELS = 100  # maximum levels of nested references and alternatives
-MAX_DIGITS = 40  # maximum digits of a bound of numbers
+MAX_DIGITS = 40  # maximum digits of a bound such as `minimum`
 MAX_PATTERNS = 4  # maximum number of patterns for member names of one object
 MAX_EXCLUDED = 400  # maximum total length of the member names that an automaton excludes
 _MAX_COMPARED_LEVELS = 3  # maximum nesting levels of compared alternatives
