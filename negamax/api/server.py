@@ -243,7 +243,7 @@ async def serve(
 
 
 def settle_garbage_collection() -> None:
-    """Exempt the objects that exist now from garbage collection, and make collections rare."""
+    """Exempt all current objects from garbage collection, and make garbage collections rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)

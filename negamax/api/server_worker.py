@@ -87,7 +87,7 @@ async def _serve() -> None:
 def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
     """Return whether at least one engine runs and the states of all engines are known.
 
-    While the state of an engine is unknown, the server would refuse requests for this engine.
+    If an engine's state is unknown, this process would refuse all requests for this engine.
     """
     runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
     return runs and len(messages) == num_replicas

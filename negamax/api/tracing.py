@@ -34,7 +34,7 @@ _PARENT_HEADERS = ("traceparent", "tracestate")
 def check_endpoint(endpoint: str) -> str:
     """Return the collector's address. Add the path `/v1/traces` if the address has no path.
 
-    Raises `ConfigError` for an invalid address, and if OpenTelemetry is not installed.
+    Raises `ConfigError` if the address is invalid, or if OpenTelemetry is not installed.
     """
     try:
         parts = urlsplit(endpoint)

@@ -23,8 +23,8 @@ def get(name: str) -> str | None:
 
 
 def make_child_env(*, has_secrets: bool = True, **variables: str) -> dict[str, str]:
-    """Return this process's environment without API keys, plus `variables`, for a child process. If
-    `has_secrets` is False, keep only the variables with prefixes in `_HARMLESS`.
+    """Return the environment of a child process: this process's environment without API keys, plus
+    `variables`. If `has_secrets` is False, keep only variables with prefixes in `_HARMLESS`.
     """
     kept = {
         name: value

@@ -1,7 +1,7 @@
 """The exception tree of Negamax.
 
-An error that a user can cause states the value, the limit and the remedy, and has an HTTP status
-and a process exit code. Any other exception is a bug and is reported as an internal error.
+An error that a user can cause has an HTTP status and a process exit code. Its message states the
+value, the limit and the remedy. Any other exception is a bug and is reported as an internal error.
 """
 
 import errno
@@ -112,7 +112,7 @@ class RequestTimeoutError(NegamaxError, status=408, kind="timeout_error"):
 
 
 class OverloadedError(NegamaxError, status=429, kind="rate_limit_error", retry_after=1.0):
-    """The queue is full; the same request may succeed later (429)."""
+    """The queue is full. The same request may succeed later (429)."""
 
 
 class AbortedError(NegamaxError, status=499, kind="request_aborted"):

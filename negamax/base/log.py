@@ -67,7 +67,7 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """Return recent log lines, without those of `negamax.api`, which may quote clients' texts."""
+    """Return recent log lines. Lines of `negamax.api` are omitted: they may quote requests."""
     handlers = logging.getLogger().handlers
     return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
 
@@ -98,7 +98,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Writes each record, with its `fields` as members, as a JSON object on one line."""
+    """Writes each record as a JSON object on one line. `fields` of the record become members."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Write log records to standard error: escaped, rate-limited and without blocking."""
+"""Write log records to standard error without blocking. Escape and rate-limit the records."""
 
 import contextlib
 import logging

@@ -1,5 +1,5 @@
-"""Share numbers between processes. Each process writes one row; all processes read all rows. No
-lock is needed: the CPU writes all bytes of a number at once, and readers do not combine numbers.
+"""Share numbers between processes. Each process writes one row and reads all rows. No lock is
+needed: the CPU writes all bytes of a number at once, and readers do not combine numbers.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ Row = ctypes.Array[ctypes.c_double]
 class SharedNumbers:
     """A table of float64, initially zero, with a row for each of `num_rows` processes.
 
-    Integers are exact up to 2^53. Processes with the same `path` share the table. A process may
-    open only the first rows of the table. Without `path`, the table belongs to this process.
+    Integers are exact up to 2^53. Processes with the same `path` share the table. A process may map
+    only the table's first rows. Without `path`, the table belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:
@@ -40,6 +40,6 @@ class SharedNumbers:
         return sum(self._numbers[column :: self._num_columns])
 
     def clear(self, index: int, *, num_columns: int | None = None) -> None:
-        """Set the row of a dead process to zero, or only its first `num_columns` columns."""
+        """Set the row of a dead process to 0. With `num_columns`, set only its first columns."""
         row = self.row(index, count=num_columns)
         row[:] = [0.0] * len(row)

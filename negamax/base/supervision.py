@@ -43,7 +43,7 @@ class Silence:
         self._last_look = time.monotonic()
 
     def seconds(self, heartbeat: float) -> float:
-        """Return the seconds since `heartbeat` changed; 0 if `heartbeat` is still 0."""
+        """Return the seconds since `heartbeat` changed, or 0 while `heartbeat` is 0."""
         now = time.monotonic()
         self._seconds += min(now - self._last_look, _LONGEST_LOOK_SECONDS)
         self._last_look = now
@@ -112,7 +112,7 @@ class Supervised:
         return bool(poller.poll(0))
 
     def silence(self) -> float:
-        """Return the seconds since the child's last heartbeat, for use by a single watcher."""
+        """Return the seconds since the child's last heartbeat. Only one watcher may call this."""
         assert self._heartbeat is not None
         return self._silence.seconds(self._heartbeat[0])
 
@@ -124,7 +124,7 @@ class Supervised:
             return "an exit code that is not known yet"
 
     def send(self, line: bytes) -> None:
-        """Write a short line to the child's standard input; drop it if the child has ended."""
+        """Write a short line to the child's standard input. Drop it if the child has ended."""
         with contextlib.suppress(OSError):
             self.pipe.write(line + b"\n")
 

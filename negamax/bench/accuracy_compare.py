@@ -51,8 +51,8 @@ def compare(files: Sequence[Path], results: Sequence[Suites]) -> Iterator[str]:
 
 
 def compute_chance(first: int, second: int) -> float:
-    """Return the two-sided p-value of McNemar's exact test for problems that only one of two
-    results solves.
+    """Return the two-sided p-value of McNemar's exact test. `first` and `second` are the numbers of
+    problems that only the first or only the second result solves.
     """
     total = first + second
     tail = sum(math.comb(total, number) for number in range(min(first, second) + 1))

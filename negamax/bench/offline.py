@@ -1,8 +1,8 @@
 """`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size, the command runs four batches. The first batch is a short warm-up, and selected
-experts are counted in the second batch. A batch of one output token measures the prefill time, and
-a batch of `output_len` tokens measures decoding. The time per output token is the decoding time
+For each batch size, the command runs four batches. The first batch is a short warm-up. The second
+batch counts how many experts are selected. A batch of one output token measures the prefill time,
+and a batch of `output_len` tokens measures decoding. The time per output token is the decoding time
 divided by `output_len - 1`. The decoding time starts when all requests have their first token.
 
 With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
@@ -56,7 +56,7 @@ class Repeat:
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
-    """Return the settings in which two results must agree to be comparable."""
+    """Return the settings that two comparable results must have in common."""
     return {
         "model": options.model,
         "num_layers": locate(options).spec.num_layers,
@@ -70,7 +70,7 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
 def run(
     options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure all batch sizes with a new engine; return the JSON document. Raises `ConfigError`."""
+    """Measure all batch sizes with a new engine. Return a JSON document. Raises `ConfigError`."""
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
             "--cached-prompts needs the prefix cache, which is disabled",

@@ -30,7 +30,7 @@ def blank_figure(size: tuple[float, float]) -> Any:
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Plot time per output token over batch size, and the physical limit of the first result."""
+    """Plot each result's time per output token over batch size, and the first result's limit."""
     figure = blank_figure((7, 4.5))
     first = results[0]
     axes = figure.add_subplot()

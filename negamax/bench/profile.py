@@ -80,7 +80,7 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile decode steps for each batch size; return the JSON document. Raises `ConfigError`."""
+    """Profile decode steps for each batch size. Return a JSON document. Raises `ConfigError`."""
     loop, info = start_loop(options)
     try:
         prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)

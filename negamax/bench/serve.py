@@ -1,8 +1,8 @@
 """`negamax bench serve`: send a workload to an OpenAI-compatible server and record the answers.
 
 Sessions arrive at the given rate as a gamma process, by default a Poisson process. The turns of a
-session run one after the other. A concurrency limit delays requests, but as in vLLM, the delay does
-not count as latency.
+session run one after the other. A concurrency limit delays requests. As in vLLM, this delay is no
+part of the latency.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ async def _ask(client: ServingClient, path: str) -> Any:
 
 @asynccontextmanager
 async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
-    """Wait for the server, and yield it with the name and context length of its model."""
+    """Connect to the server. Yield it with its model's name and its model's context length."""
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     for pair in options.headers:
         name, _, value = pair.partition("=")
@@ -283,7 +283,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:
-    """Return token ids for prompts: text tokens of the tokenizer, or ids that most models have."""
+    """Return token ids for random prompts: the tokenizer's text tokens, or common ids."""
     if options.tokenizer is None or options.prompt_format != "ids":
         return workloads.COMMON_IDS
     tokenizer = _tokenizer(options.tokenizer)
@@ -411,9 +411,9 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """Yield start times of sessions in seconds, with gamma-distributed gaps of mean 1 / rate.
+    """Yield sessions' start times in seconds. The gaps are gamma-distributed with mean 1 / rate.
 
-    A burstiness of 1 gives a Poisson process; lower values give bursts.
+    A burstiness of 1 gives a Poisson process. Lower values give bursts.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:

@@ -1,8 +1,8 @@
 """The client of `negamax bench serve`, for HTTP/1.1 and server-sent events.
 
 The client reads the clock and parses each chunk inside asyncio's `data_received`. No task has to
-wake up, so recorded times are arrival times even with hundreds of streams in one loop. A connection
-is used for one request at a time, and reused after the response.
+wake up first, so recorded times are true arrival times even with hundreds of streams in one loop. A
+connection carries one request at a time, and is reused after the response.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sink(Protocol):
     """Receives one response. Times are seconds of `time.perf_counter`."""
 
     def head(self, status: int, headers: dict[str, str]) -> None:
-        """Receive the status, and the headers with names in lower case."""
+        """Receive the status and the headers. Names of headers are in lower case."""
 
     def body(self, piece: bytes, now: float) -> None:
         """Receive a piece of the body that arrived at `now`."""
@@ -431,7 +431,7 @@ class ServingClient:
             record.ended = time.perf_counter()
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Send a request; return its status and its JSON or text. Raises `ExchangeError`."""
+        """Send a request. Return the answer's status and JSON or text. Raises `ExchangeError`."""
         answer = WholeResponse()
         await self.send(method, path, b"" if body is None else msgspec.json.encode(body), answer)
         return answer.status, answer.read()

@@ -90,7 +90,7 @@ def _load(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def load_of(result: Mapping[str, Any]) -> str:
-    """Return the load: "16" for at most 16 concurrent requests, "4/s" for 4 arrivals per second."""
+    """Return the load, such as "16" (concurrent requests at most) or "4/s" (arrival rate)."""
     concurrency, rate = _load(result)
     if concurrency != float("inf"):
         return f"{concurrency:g}"

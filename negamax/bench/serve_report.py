@@ -28,7 +28,7 @@ WORKLOAD_PREFIXES = (
 
 
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Return mean, median, standard deviation, percentiles and maximum, or {} without values."""
+    """Return the mean, median, standard deviation, percentiles and maximum of `values`, if any."""
     if not values:
         return {}
     found = {"mean": np.mean(values), "median": np.median(values), "std": np.std(values)}
@@ -55,7 +55,7 @@ def output_tokens(record: ResponseRecord) -> int:
 
 
 def tpot(record: ResponseRecord) -> float | None:
-    """Return the time per output token after the first, or None for fewer than two tokens."""
+    """Return the mean time of the output tokens after the first, or None if there are none."""
     tokens = output_tokens(record)
     return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
 
@@ -149,7 +149,7 @@ def _total_cached(records: Sequence[ResponseRecord]) -> int | None:
 
 
 def _goodput(records: Sequence[ResponseRecord], limits: dict[str, float]) -> int:
-    """Count requests that meet all `limits` in ms. Answers of one token meet any TPOT limit."""
+    """Count requests that meet all `limits` in ms. A one-token answer meets any TPOT limit."""
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return sum(
         all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items())

@@ -28,7 +28,7 @@ _SYLLABLES = (
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One request body without model and sampling fields, and the pause before the request."""
+    """One request of a session. `body` contains neither the model nor sampling parameters."""
 
     body: dict[str, Any]
     prompt_tokens: int | None = None
@@ -133,7 +133,7 @@ class Prompts:
 
 
 def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
-    """Return `text` as a prompt or as messages, as the route expects."""
+    """Return `text` as a user message for chat routes, or else as a prompt."""
     if options.is_chat:
         return {"messages": [{"role": "user", "content": text}]}
     return {"prompt": text}
@@ -152,7 +152,7 @@ def random_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
-    """Yield requests with a unique suffix and a shared prefix. All prefixes are equally common."""
+    """Yield prompts with a shared prefix and a unique suffix. All prefixes are equally common."""
     options, rng = prompts.options, random.Random(prompts.options.seed)
     prefixes = [
         prompts.part(rng, options.prefix_repetition_prefix_len)

@@ -78,7 +78,7 @@ def read_object(answer: WholeResponse) -> dict[str, Any]:
 
 @dataclass
 class JudgedAnswer:
-    """An answer of chat completions, sent as a whole or as a stream."""
+    """An answer of a chat completion, with or without streaming."""
 
     content: str = ""
     reasoning: str = ""

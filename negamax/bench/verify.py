@@ -1,4 +1,4 @@
-"""`negamax verify`: pass rates against MiniMax's thresholds, and protocol checks."""
+"""`negamax verify`: compare pass rates with MiniMax's thresholds, and check the protocol."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class _Verifier:
     def __init__(
         self, probe: ServerProbe, *, concurrency: int, timeout: float, repeat: int
     ) -> None:
-        """Configure `repeat` rounds, `concurrency` requests at a time, and `timeout` in seconds."""
+        """Send `concurrency` requests at a time, in `repeat` rounds. `timeout` is in seconds."""
         self._probe, self._timeout, self._repeat = probe, timeout, repeat
         self._slots = asyncio.Semaphore(concurrency)
         self._rows: dict[str, VerifyRow] = {}

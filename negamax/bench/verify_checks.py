@@ -76,7 +76,7 @@ def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, 
 
 
 def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | None) -> str | None:
-    """Describe a call that violates its schema, or a missing call; None if calls are valid."""
+    """Describe a call that violates its schema, or a missing call. None: all calls are valid."""
     declared = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     for name, text in answer.calls:
         if name not in declared:
@@ -180,7 +180,7 @@ async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
 
 
 async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
-    """Compare the usage of an answer without and with streaming."""
+    """Check the usage of two answers to `body`: one with streaming, and one without."""
     whole, streamed = [await probe.chat(body | {"stream": way}) for way in (False, True)]
     for answer in (whole, streamed):
         prompt, output = answer.count("prompt_tokens"), answer.count("completion_tokens")
@@ -206,7 +206,7 @@ async def _repeat_prompt(probe: ServerProbe) -> None:
 
 
 async def _compare(probe: ServerProbe, *, body: Case) -> None:
-    """Compare texts and calls of an answer without and with streaming."""
+    """Compare texts and calls of two answers to `body`: one with streaming, and one without."""
     for _ in range(EQUAL_ATTEMPTS):
         whole, streamed = [await probe.chat(body | {"stream": way}) for way in (False, True)]
         names = ("content", "reasoning", "calls", "finish_reason")

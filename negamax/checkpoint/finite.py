@@ -146,7 +146,7 @@ def find_broken_scale(
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """Convert scales to fp32. ModelSlim stores the bits of fp32 in int64."""
+    """Convert scales to fp32. ModelSlim stores the bits of an fp32 scale in an int64."""
     if values.dtype is torch.int64:
         return values.to(torch.int32).view(torch.float32)
     return values.float()

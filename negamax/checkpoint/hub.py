@@ -58,7 +58,7 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise `ConfigError` if config.json is missing and the folder's content shows the reason."""
+    """Raise `ConfigError` if `folder` lacks config.json, and its other files show the reason."""
     if (folder / "config.json").exists():
         return
     inner = [path.parent for path in (*folder.glob("snapshots/*/config.json"),
@@ -103,8 +103,8 @@ def resolve_model(
 
     `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
     cache. `source` is one of `options.engine.SOURCES`. The configuration files are downloaded
-    first, and `check` is called with their folder. If `needs_weights` is set, the weights of the
-    model and of `subfolder` are downloaded next.
+    first. Then `check` is called with their folder. If `needs_weights` is set, the weights of the
+    model and of `subfolder` are downloaded last.
 
     Raises `ConfigError` for an unknown name, a missing or private repository, an unknown revision,
     and a failed download. Raises `ResourceError` if the disk cannot store the files. Errors of

@@ -115,7 +115,7 @@ def _client() -> Any:
 
 
 def _is_current(path: Path, file: Any) -> bool:
-    """Return whether the local file has the size of ModelScope's file and is at least as new.
+    """Return whether the local file is at least as new as ModelScope's file, with equal size.
 
     ModelScope updates the snapshot of a branch in place. Comparing hashes would take minutes.
     """

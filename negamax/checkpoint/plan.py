@@ -1,8 +1,8 @@
 """Load plans: which tensor of a checkpoint fills which slot of a model.
 
 A plan must contain every tensor of the checkpoint and every weight slot of the model exactly once.
-Planning reads only file headers, and also works for a model on the meta device. A fused tensor (q,
-k and v; gate and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
+Planning reads only file headers, and also works for a model on the meta device. A fused tensor
+joins several matrices (q, k and v; gate and up; a layer's experts). Its slices fill one slot each.
 """
 
 import gc
@@ -51,7 +51,7 @@ class SourceTensor:
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
-        """Translate `part` (one range per dimension) into ranges in the dimensions of `entry`."""
+        """Convert `part` (one range per dimension of this tensor) to ranges in `entry`."""
         if len(part) != len(self.shape):  # scalars may have shape [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads, or 0 for scales of a matrix that the loader quantizes."""
+        """Bytes that this rank reads. 0 for scales of a matrix that the loader quantizes."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -151,7 +151,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All moves of one rank in reading order, and the skipped tensors."""
+    """All moves of one rank in the order of reading, and the names of skipped tensors."""
 
     moves: list[Move]
     skipped: Mapping[str, tuple[str, ...]]  # Reason -> names of skipped tensors.
@@ -283,8 +283,8 @@ def _find(
 ) -> tuple[dict[str, SourceTensor], dict[str, list[str]]]:
     """Match the tensors in the files with the tensors in `places`.
 
-    Returns the found tensors, and the names of skipped tensors by reason. A found tensor's key is
-    its name in `places`, or its name in the file if `places` lacks the tensor.
+    Returns the found tensors. Also returns reason -> names of tensors that are skipped. A found
+    tensor's key is its name in `places`, or its name in the file if `places` lacks the tensor.
     """
     found: dict[str, SourceTensor] = {}
     skipped: dict[str, list[str]] = defaultdict(list)

@@ -66,7 +66,7 @@ class TensorEntry:
         return self.shape if self.part is None else tuple(map(len, self.part))
 
     def translate(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
-        """Convert `region` of the tensor (None: all) to ranges within the part in the file.
+        """Convert `region` of the tensor (None: all) to ranges within the part that the file has.
 
         Raises `CheckpointError` if the file does not contain the whole region.
         """
@@ -131,7 +131,7 @@ class Span:
         )
 
     def view(self, data: Tensor) -> Tensor:
-        """Return the part as a view of the span's bytes `data` ([bytes] uint8)."""
+        """Return the requested part as a view of `data` ([bytes] uint8), the bytes of this span."""
         data = data[: self.num_bytes]
         if data.storage_offset() % self.dtype.itemsize:
             data = data.clone()
@@ -201,7 +201,7 @@ def read_entries(
 ) -> dict[str, TensorEntry]:
     """Return the tensors in `folder` by name. Every file header is read and checked.
 
-    If the checkpoint is split for ranks, only the tensors of the rank `layout` are returned.
+    If the checkpoint is split for ranks, only tensors of the rank with `layout` are returned.
     `progress` is called after each file. Raises `CheckpointError` for a missing folder, index, file
     or tensor, and for truncated or malformed files.
     """

@@ -39,7 +39,7 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
 
 
 def check_split(folder: Path, layout: ParallelLayout) -> None:
-    """Raise `CheckpointError` if the folder is split for another layout or lacks the index."""
+    """Raise `CheckpointError` if `folder` is split for another layout, or lacks the index."""
     ranks = read_ranks(folder)
     if layout not in ranks:
         original = "leave the option out, or use the checkpoint that was split"

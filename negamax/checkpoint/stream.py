@@ -4,8 +4,8 @@ Adjacent parts of a file are read as one piece, so disks and networks get reques
 file order. Threads read several pieces at a time into reused buffers, which are in pinned memory if
 the weights go to a GPU. The threads also dequantize matrices.
 
-The loader needs host memory for BUFFERS pieces, for the matrices that THREADS threads dequantize,
-and for the scales of a layer. Loading MiniMax-M2 needs 1 GiB of host memory and the page cache.
+The loader needs host memory for BUFFERS pieces, for the scales of a layer, and for the matrices
+that THREADS threads dequantize. MiniMax-M2 needs 1 GiB of host memory and the page cache.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ _ALIGNMENT = 64  # Offsets of a piece in buffer and file are equal modulo this n
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor, with the results of checks of its values.
+    """A rank's part of a tensor. `broken` and `zeros` are results of checks of the part's values.
 
     `change` is set if a quantized matrix was converted to another quantized format. `change` =
     sum((new - old)^2) / sum(old^2) over the elements of the matrix.
@@ -63,7 +63,7 @@ class _Wanted:
 
 
 class _Found(NamedTuple):
-    """A part that was read, with the results of checks."""
+    """A part that was read. `broken` and `zeros` are results of checks of its values."""
 
     wanted: _Wanted
     tensor: Tensor
@@ -99,7 +99,7 @@ class _Piece:
 
 
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
-    """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
+    """Yield the parts of all `moves`, layer by layer. With `pinned`, parts are in pinned memory.
 
     The memory of a yielded part is reused. The caller must copy the part on the current CUDA stream
     before it requests the next part. Raises `CheckpointError` for unreadable files.
@@ -171,7 +171,7 @@ class _Stream:
         return [self._find(wanted, data, piece.start) for wanted in piece.wanted]
 
     def _find(self, wanted: _Wanted, data: Tensor, start: int) -> _Found:
-        """Return one part from `data`, whose first byte is byte `start` of the file."""
+        """Return the part `wanted` from `data`, the bytes of a file from byte `start` on."""
         move, entry = self._moves[wanted.moves[0]], wanted.source.entry
         tensor = wanted.span.view(data[wanted.span.start - start :])
         if not tensor.is_contiguous():
@@ -216,7 +216,7 @@ class _Stream:
         return [Part(move, part, _broken(there), _has_zeros(there))]
 
     def _held(self, part: Tensor) -> Tensor:
-        """Return `part`, or a copy of it in pinned memory if the weights go to a GPU."""
+        """Return `part`. If the weights go to a GPU, return a copy of `part` in pinned memory."""
         if not self._pinned:
             return part
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)

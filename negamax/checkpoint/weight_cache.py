@@ -1,4 +1,4 @@
-"""Cache of sharded weights (`--weight-cache DIR`): loaded parameters, before packing.
+"""Cache of each rank's loaded parameters, before they are packed (`--weight-cache DIR`).
 
 Each rank has one safetensors file, which it reads from start to end. The file contains the bytes of
 the parameters in model order. The file's header contains a CRC-32 per chunk and a key (`_key`),
@@ -60,8 +60,8 @@ def load_cached(
 ) -> str:
     """Fill a rank's `slots` from its cache file or by `load`. Return a line for the log.
 
-    If the file is missing, stale or damaged, `load` fills the slots and the file is written. If the
-    folder cannot be read or written, a warning is logged. Exceptions of `load` are not caught.
+    If the file is missing, stale or damaged, `load` fills the slots. Then the file is written. If
+    the folder cannot be read or written, a warning is logged. Exceptions of `load` are not caught.
     """
     began = time.perf_counter()
     file = _CacheFile(
@@ -285,7 +285,7 @@ def _read_chunk(fd: int, buffer: Tensor, at: int, checksum: str) -> None:
 
 
 def _finish(chunk: Tensor, buffer: Tensor, read: Future[None]) -> None:
-    """Wait for `read`, which fills `buffer` and checks it, and copy `buffer` to `chunk`."""
+    """Wait until `read` has filled and checked `buffer`. Then copy `buffer` to `chunk`."""
     read.result()
     chunk.copy_(buffer)
 

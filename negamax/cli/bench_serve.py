@@ -81,7 +81,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Files:
-    """Where to write the results of a run."""
+    """The files and the folder to which a run writes its results."""
 
     folder: Path | None  # Folder for the JSON result; None: write no result.
     name: str | None  # File name of the JSON result; None: choose a name from the settings.
@@ -151,7 +151,7 @@ def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
 
 
 def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, int]]:
-    """Return (max_concurrency, num_prompts) of each run."""
+    """Return the pair (max_concurrency, num_prompts) of each run."""
     counts = parse_numbers(num_prompts, flag="--num-prompts")
     if concurrency is None:
         limits: list[int | None] = [None]
@@ -188,7 +188,7 @@ def _write(file: Path, text: str) -> None:
 def _sorted_words(
     words: list[str], *, goodput: bool, metadata: bool
 ) -> tuple[list[str], list[str]]:
-    """Assign each word to --goodput (METRIC:MS) or to --metadata (KEY=VALUE)."""
+    """Split `words` into values of --goodput (METRIC:MS) and of --metadata (KEY=VALUE)."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
         if goodput and word.partition(":")[0] in METRICS:

@@ -59,7 +59,7 @@ class ServerBackend:
 
 
 def _read_stream(chunks: Iterator[dict[str, Any]], show: Show) -> TokenCounts:
-    """Show the deltas of the first choice as events of the output parser."""
+    """Convert the deltas to events of an output parser, and pass the events to `show`."""
     counts = TokenCounts(0, 0, 0)
     open_calls: set[int] = set()
     for chunk in chunks:

@@ -98,7 +98,7 @@ class AnswerView:
                 self._write(self._console, text, style="cyan")
 
     def finish(self) -> dict[str, Any]:
-        """End the last line and return the message for the history, without a truncated call."""
+        """End the last line. Return the answer as a message that omits a truncated tool call."""
         if self._thinking is not None and self._reasoning and not self._content and not self._calls:
             self._break_after_thinking()
         for call in self._calls[self._complete_calls :]:
@@ -117,7 +117,7 @@ class AnswerView:
         return message
 
     def _end_content(self) -> None:
-        """End the content of the message before the first tool call."""
+        """End the displayed content before the first tool call."""
         if self._calls:
             return
         if self._content and self._markdown is not None:
@@ -212,7 +212,7 @@ def _tail(block: str, console: Console) -> Markdown:
 
 
 def _rendered(text: str) -> Markdown:
-    """Render Markdown with HTML as literal text; links show their addresses."""
+    """Render Markdown. Show HTML as literal text, and show the addresses of links."""
     markdown = Markdown(text, hyperlinks=False)
     markdown.parsed = list(_without_html(markdown.parsed))
     return markdown

@@ -212,7 +212,7 @@ def hub_folder() -> Path:
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes of the disk on which `folder` is or would be created."""
+    """Return the free bytes of the disk that contains `folder` or will contain it."""
     return shutil.disk_usage(_existing(folder)).free
 
 

@@ -67,7 +67,7 @@ def verdicts(machine: Machine) -> list[ModelVerdict]:
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """Return the verdict for the model `name`; it also states if the download is too large."""
+    """Return the verdict for the model `name`. It also states whether the download is too large."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)
@@ -163,7 +163,7 @@ def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
 
 
 def _refusal(gpus: Sequence[Gpu]) -> str | None:
-    """Return why the engine does not run on one of `gpus`, or None."""
+    """Return why the engine cannot run on one of `gpus`, or None if it runs on all."""
     for gpu in gpus:
         try:
             gpu.platform.check(fp8_cache=False)

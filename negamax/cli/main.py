@@ -71,7 +71,7 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code (2: refusal, 141: closed pipe)."""
+    """Run the command line. Return the exit code, for example 2 (refusal) or 141 (closed pipe)."""
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()

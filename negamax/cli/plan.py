@@ -315,7 +315,7 @@ def _best(plan: Plan) -> dict[str, Candidate | None]:
 
 
 def _ordered(plan: Plan) -> list[Candidate]:
-    """Return all candidate topologies, with the two best first."""
+    """Return all candidates. Those with best latency and best throughput are first."""
     best = [each for each in _best(plan).values() if each is not None]
     return list(dict.fromkeys([*best, *plan.candidates]))
 

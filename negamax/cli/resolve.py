@@ -50,7 +50,7 @@ _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP|SC
 
 @dataclass(frozen=True)
 class OptionValue:
-    """An option as command-line words, and its source: a flag, a variable or a key of a file."""
+    """An option as command-line words. `source` is a flag, a variable or a key of a file."""
 
     words: tuple[str, ...]
     source: str
@@ -66,7 +66,7 @@ class Resolved:
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
-    """Resolve a command line. Raises `ConfigError` for a wrong name, option or file."""
+    """Complete the command line. Raises `ConfigError` for a wrong name, option or file."""
     command, path, rest = find_command(root, words)
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
@@ -206,7 +206,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 
 
 def _unknown_variables(names: OptionNames) -> list[str]:
-    """Return a note about other servers' variables that foreign.toml does not list, or []."""
+    """Return a note about variables of other servers that foreign.toml does not list, if any."""
     unknown = [
         name
         for name, text in env.find_variables(*_OTHER_SERVERS).items()

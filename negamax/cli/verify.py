@@ -34,7 +34,7 @@ def model_option() -> Any:
 
 
 def find_key(option: str | None) -> str | None:
-    """Return the key to send: the first key if NEGAMAX_API_KEY contains several keys."""
+    """Return the API key to send, which is the first of several keys."""
     return (option or env.get("OPENAI_API_KEY") or "").partition(",")[0].strip() or None
 
 

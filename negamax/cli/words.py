@@ -34,7 +34,7 @@ class Option:
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> "Option":
-        """Build an option from typer's parameter and, if any, the `Flag` of its dataclass field."""
+        """Build an option from typer's parameter, and from the `Flag` of its field if any."""
         has_field = flag is not None
         flag = flag or Flag(field=parameter.name)
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
@@ -129,12 +129,12 @@ class OptionNames:
         return self.own[name].key if name in self.own else None
 
     def find_key(self, key: str) -> str | None:
-        """Return the option name of a key in a file, or None."""
+        """Return the name of the option that `key` of a file sets, or None."""
         name = _name_of(key)
         return name if name in self.own or name in self.foreign else None
 
     def suggestions(self) -> list[str]:
-        """Return the names to suggest: all except opposites of switches and refused options."""
+        """Return the option names to suggest, without opposites of switches and refused options."""
         ours = [name for name, option in self.own.items() if name in option.names]
         ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
         return [name for name in (*ours, *ignored) if name.startswith("--") and not name.isupper()]

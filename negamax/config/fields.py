@@ -48,7 +48,7 @@ def read_common(
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if a field of `config` differs from the field in `fixed`.
 
-    Null, an empty list, an empty object, and fields turned off by `_SWITCHES` are accepted.
+    Null, an empty list, an empty object, and a field that is off by `_SWITCHES` are accepted.
     """
     for name, only in fixed.items():
         value = config.get(name)
@@ -89,7 +89,7 @@ def list_unknown(config: Mapping[str, Any], known: Set[str]) -> list[str]:
 def merge_fields(
     config: Mapping[str, Any], nested: Mapping[str, Any], *, inner: str
 ) -> dict[str, Any]:
-    """Return `config` together with the fields of `nested` that are not null.
+    """Return `config` with the fields of `nested` that are not null.
 
     `inner` is the name of the object `nested` in config.json. Raises `ConfigError` if a field has
     different values in the two objects.
@@ -186,7 +186,7 @@ def _read_dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
 def _read_rope(
     config: Mapping[str, Any], head_dim: int, *, default_theta: float, notes: list[str]
 ) -> dict[str, Any]:
-    """Read rope_theta and rotary_dim from MiniMax's fields or transformers' `rope_parameters`."""
+    """Read rope_theta and rotary_dim, from MiniMax's fields or from `rope_parameters`."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = config.get(name)

@@ -77,7 +77,7 @@ def check_override(override: Mapping[str, Any]) -> None:
 def _join_ends(
     sampling: SamplingDefaults, found: Mapping[str, tuple[int, ...]]
 ) -> GenerationDefaults:
-    """Merge the end tokens in `found` (source -> ids). Store a warning if the sources differ."""
+    """Merge the end tokens in `found` (source -> ids). Add a warning if the sources differ."""
     own = found.get("the tokenizer", ())
     every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
     # skip default ids of config classes: some exporters write them instead of the real end token

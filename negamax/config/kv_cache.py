@@ -1,7 +1,7 @@
 """Descriptions of the KV caches of layers, and their sizes in bytes.
 
-A block stores `block_size` tokens in every cache of every layer, under the same block number. A
-hash of the block's tokens identifies its content (`scheduler/prefix_cache.py`).
+In every cache of every layer, a block stores `block_size` tokens. A block has the same number in
+all caches. A hash of the block's tokens identifies its content (`scheduler/prefix_cache.py`).
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer, its list of ca
 
 
 def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
-    """Return `caches` with the dtype `dtype` in index caches that have no dtype."""
+    """Return `caches`, with `dtype` set in each index cache that has no dtype."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
         for layer in caches
@@ -131,7 +131,7 @@ def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
 
 
 def choose_block_size(caches: KvCacheSpecs, asked: int | None, *, default: int) -> int:
-    """Return the block size `asked`, or the smallest allowed block size >= `default`.
+    """Return the block size `asked`. If None, return the smallest allowed size >= `default`.
 
     Raises `ConfigError` if a cache does not allow `asked`.
     """

@@ -83,7 +83,7 @@ class ModelSpec:
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:
-        """Return the number of experts per layer and the width of an expert; None if dense."""
+        """Return (number of experts per layer, width of an expert), or None for a dense model."""
         return None
 
 

@@ -141,7 +141,7 @@ def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
 
 
 def _are_rows(folder: Path) -> bool:
-    """Return whether Neuron's experts have a scale per row, in tensors of two dimensions."""
+    """Return whether scales of Neuron's experts have two dimensions, with a scale per row."""
     try:
         files = json.loads(read_file(folder / _INDEX))["weight_map"]
         name = next((each for each in files if each.endswith(_NEURON_SCALE)), _NEURON_SCALE)

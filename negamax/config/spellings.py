@@ -70,7 +70,7 @@ def other_scale(name: str) -> str | None:
 
 
 def fill_strategy(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of compressed-tensors for fields that `weights` does not contain."""
+    """Return `weights` with compressed-tensors' defaults for the fields that it lacks."""
     size = weights.get("group_size")
     strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("block_structure") is not None:

@@ -62,7 +62,7 @@ class Conversion:
     command: str = ""
 
     def identity(self, source: Source) -> dict[str, Any]:
-        """Return the inputs that determine the converted files, for config.json."""
+        """Return the inputs that determine the converted files. config.json stores the inputs."""
         return {
             "source": self.model,
             "revision": self.revision,
@@ -82,8 +82,8 @@ class Conversion:
 def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> Source:
     """Write the converted checkpoint, and return its source.
 
-    Raises `ConfigError` if the conversion would round weights twice or change nothing, or if the
-    destination cannot be used. Raises `ResourceError` if the disk is too small, and
+    Raises `ConfigError` if the conversion would round weights twice, if it would change nothing, or
+    if the destination cannot be used. Raises `ResourceError` if the disk is too small, and
     `CheckpointError` if the source is damaged.
     """
     source = Source(conversion.folder)
@@ -340,7 +340,7 @@ def _check_place(conversion: Conversion) -> None:
 
 
 def _check_content(destination: Path) -> None:
-    """Raise `ConfigError` if a folder contains anything except a partial conversion."""
+    """Raise `ConfigError` if `destination` contains anything except a partial conversion."""
     if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
         # A temporary record file is allowed: its writer may have been interrupted.

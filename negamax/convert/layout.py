@@ -24,7 +24,7 @@ from negamax.quantization.scheme import Scheme
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of the target that `make` computes together from the result of `read`."""
+    """A group of the target's tensors. `make` computes them together from the result of `read`."""
 
     slot: str | None  # Slot of the weight; None: every rank stores the whole tensor.
     shape: tuple[int, ...]  # Shape of the weight matrix or vector.
@@ -157,7 +157,7 @@ def read_together(
 
 
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
-    """Yield the pieces of an expert's gate and up matrices with a common global scale.
+    """Yield the pieces of an expert's gate and up matrices, which share one global scale.
 
     Engines multiply gate and up as one matrix. For up, vLLM uses the global scale of gate.
     """

@@ -57,7 +57,7 @@ class Shard:
         }
 
     def held(self, piece: Piece) -> Iterator[tuple[Planned, Parts]]:
-        """Yield the tensors of `piece`, each with the part that the file of this shard contains."""
+        """Yield each tensor of `piece`, with the part of it that this shard's file contains."""
         stored = {tensor.name: tensor for tensor in piece.format.tensors}
         for planned in piece.tensors:
             whole = tuple(map(range, planned.shape))
@@ -74,7 +74,7 @@ class Shard:
                 yield planned, stored[planned.name.rpartition(".")[2]].part(region)
 
     def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
-        """Return header metadata with shape and offset of each tensor that is split."""
+        """Return metadata for the file's header: shape and offset of each split tensor."""
         parts = {
             planned.name: (planned.shape, [part.start for part in held])
             for piece in pieces
@@ -87,7 +87,7 @@ class Shard:
 def make_shards(
     spec: ModelSpec, quantization: QuantizationSpec | None, *, tp: int, ep: int
 ) -> list[Shard]:
-    """Return one shard per rank for a model of `spec` that is stored with `quantization`.
+    """Return one shard per rank for the model `spec`, whose weights have format `quantization`.
 
     Raises `ConfigError` for a split that the model does not support.
     """

@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether the dtype in the file matches the format. Some files declare FNUZ as E4M3FN."""
+        """Whether the tensor's dtype fits its format. Some files declare FNUZ as E4M3FN."""
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
         return stored is PLAIN.values or source.entry.dtype in names

@@ -56,7 +56,7 @@ def build_compressed(
 ) -> dict[str, Any]:
     """Build a quantization config of compressed-tensors.
 
-    With `rounds_inputs`, activations get a scale per token. Without `with_attention`, attention
+    With `rounds_inputs`, activations get a scale per token. If `with_attention` is False, attention
     stays unquantized.
     """
     common = {

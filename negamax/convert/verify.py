@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Difference:
-    """The change of one weight W to W' by a conversion."""
+    """The difference between a weight W and the converted weight W'."""
 
     name: str
     format: str  # Format of W'.

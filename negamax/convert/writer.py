@@ -29,7 +29,7 @@ _ALIGNMENT = 8  # alignment in bytes of the first tensor in a file
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that a file will contain, or one entry of a stacked tensor."""
+    """A tensor that a new file will contain, or one entry of a stacked tensor."""
 
     name: str
     dtype: torch.dtype
@@ -139,7 +139,7 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Delete the record file. A folder without a record file is completely converted."""
+        """Delete the record file. Its absence shows that the conversion is complete."""
         self._path.unlink(missing_ok=True)
 
 

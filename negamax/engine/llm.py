@@ -130,7 +130,7 @@ class LLM:
         self.shutdown()
 
     def stats(self) -> EngineStats:
-        """Return request counts (running, waiting), and counters since the engine's start."""
+        """Return the numbers of running and waiting requests, and counters since the start."""
         return self._loop.stats()
 
     def shutdown(self) -> None:
@@ -143,7 +143,7 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        Pass one `sampling_params` for all prompts, or one per prompt; None selects the model's
+        Pass one `sampling_params` for all prompts, or one per prompt. None selects the model's
         defaults. Raises `InvalidRequestError` before the first step if a prompt or parameter is
         invalid, and `EngineError` if the engine fails.
         """
@@ -169,7 +169,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> list[Generation]:
-        """Answer one or several conversations; `outputs[i].message` contains reasoning, content and
+        """Answer one or several conversations. `outputs[i].message` contains reasoning, content and
         tool calls. Stop strings apply to the content only.
 
         `template_options` are variables of the chat template. Raises the errors of `generate`, and
@@ -219,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion. Tool calls are parsed if `tools` are set or `messages` have calls."""
+        """Parse a completion. Parse tool calls if `tools` are set or `messages` have calls."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [

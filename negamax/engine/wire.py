@@ -182,7 +182,7 @@ def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, A
 
 
 def drop_gauges(stats: EngineStats) -> EngineStats:
-    """Return the statistics of a dead engine: keep its counters, set its gauges to 0."""
+    """Return the statistics of a dead engine. Keep its counters, and set its gauges to 0."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
     return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)
@@ -198,7 +198,7 @@ def server_of(sequence_id: str) -> int:
 
 
 class StartEngine(msgspec.Struct, frozen=True):
-    """The first message to an engine, from the server process that starts the engine."""
+    """The first message to an engine. The server process that starts the engine sends it."""
 
     options: EngineOptions
     num_servers: int  # Number of server processes; each process has its own sockets.
@@ -261,7 +261,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class ExpertDump(msgspec.Struct, frozen=True):
-    """A recording of how often experts were selected, and the current placement of experts."""
+    """The number of selections of each expert in a recording, and the current expert placement."""
 
     logical_count: list[list[int]]  # Number of selections by layer and expert.
     physical_to_logical_map: list[list[int]]  # Index of the expert by layer and slot.

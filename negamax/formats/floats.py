@@ -1,8 +1,8 @@
 """Formats of unquantized, FP8 and FP4 values, with the tensor names that quantization tools write.
 
 NVFP4 has E2M1 values, an E4M3 scale per 16 columns and one scale per matrix. MXFP4 has E2M1 values
-and MXFP8 has E4M3 values. In the OCP Microscaling formats MXFP4 and MXFP8, 32 columns share a
-scale, which is a power of two (E8M0). The low nibble of a byte is the FP4 code of an even column.
+and MXFP8 has E4M3 values. In both OCP Microscaling formats (MXFP4 and MXFP8), 32 columns share a
+scale that is a power of two (E8M0). The low nibble of a byte is the FP4 code of an even column.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_plain(stored: TensorFormat) -> bool:
 
 
 def plain(weight: Tensor) -> StoredWeight:
-    """Wrap an unquantized weight [..., N, K]. GEMMs multiply in the dtype of the weight."""
+    """Wrap an unquantized weight [..., N, K]. GEMMs use the weight's dtype."""
     return StoredWeight(PLAIN, {"weight": weight})
 
 
@@ -136,7 +136,7 @@ def nvfp4(
     """Return the format of E2M1 values with an E4M3 scale per 16 columns and one per matrix.
 
     `global_scale` is the tensor name of the scale of the matrix. The E4M3 scales are multiplied by
-    the global scale, or divided if `divides` is set.
+    the global scale, or divided by it if `divides` is set.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),

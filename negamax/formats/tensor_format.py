@@ -27,7 +27,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Axis(Enum):
-    """The dimension of the matrix to which a dimension of a stored tensor corresponds."""
+    """The matrix dimension along which a dimension of a stored tensor extends."""
 
     ROWS = 0
     COLUMNS = 1
@@ -46,7 +46,7 @@ class Role(Enum):
 
 
 class Known(Enum):
-    """Content that a format prescribes for a tensor. The loader checks and drops the tensor."""
+    """Content that a format prescribes for a tensor. The loader only checks such a tensor."""
 
     ZEROS = "zeros"
     SHAPE = "shape"  # The tensor contains the shape of the matrix.
@@ -64,7 +64,7 @@ class CodePacking(Enum):
 
 
 class GlobalScale(Enum):
-    """The effect of the level-2 scale on the level-1 scales."""
+    """How the level-2 scale changes the level-1 scales."""
 
     MULTIPLIES = "multiplies"
     DIVIDES = "divides"
@@ -298,14 +298,14 @@ class ActivationFormat:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The tensors in memory that store matrices [..., rows, columns], by their checkpoint names."""
+    """The tensors that store matrices [..., rows, columns] in memory, under checkpoint names."""
 
     format: TensorFormat
     tensors: Mapping[str, Tensor]
 
     @property
     def values(self) -> Tensor:
-        """The tensor of values, the only tensor of an unquantized weight."""
+        """The tensor of values. An unquantized weight has no other tensor."""
         return self.tensors[self.format.values.name]
 
     @property

@@ -99,7 +99,7 @@ def build_room_body(fields: Fields, url: str, ports: Mapping[str, int | None]) -
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
-    """Copy `kv_transfer_params` from `answer` to the body. Return None if the field is missing."""
+    """Return a body with the `kv_transfer_params` of `answer`, or None if `answer` has none."""
     try:
         params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
     except (msgspec.MsgspecError, RecursionError):

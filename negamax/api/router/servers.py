@@ -82,7 +82,7 @@ class RoutedServer:
         return is_live and time.monotonic() >= self._next_ask
 
     async def find_blocks(self, path: str, *, headers: Headers, body: bytes) -> PromptBlocks | None:
-        """Return a prompt's blocks from the server; None if the server does not answer in time."""
+        """Ask the server for a prompt's blocks. Return None if it does not answer in time."""
         target = f"{path}/kv_blocks".encode()
         try:
             async with asyncio.timeout(_BLOCKS_SECONDS):

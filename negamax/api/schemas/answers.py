@@ -31,7 +31,7 @@ class CompletionTokensDetails(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of one request with all its choices. The prompt is counted only once."""
+    """Token counts of a request, summed over its choices. Its prompt is counted only once."""
 
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens, including reasoning.

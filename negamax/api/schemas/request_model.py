@@ -167,7 +167,7 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, fields: Any) -> Any:
-        """Drop fields without effect, and refuse unsupported and misspelt fields."""
+        """Drop the fields that have no effect. Refuse unsupported and misspelt fields."""
         if not isinstance(fields, dict):
             return fields
         kept: dict[str, Any] = {}

@@ -66,7 +66,7 @@ class StructuredRequest(GenerationRequest):
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content, or None without constraints. Raises `InvalidRequestError`."""
+        """The grammar of the content, or None if it is free. Raises `InvalidRequestError`."""
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
             form = build_format_grammar(
@@ -133,7 +133,7 @@ def build_format_grammar(
 
 
 def build_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = False) -> Grammar:
-    """Build a checked grammar from the value of field `param`.
+    """Build and check a grammar. `value` is the value of the request field `param`.
 
     Schemas and structural tags may be JSON text. Schemas keep the client's key order.
     """

@@ -1,4 +1,4 @@
-"""Combine the fields with which clients control thinking into one `ThinkingChoice`.
+"""Clients control thinking by several fields. Combine the fields into one `ThinkingChoice`.
 
 The template of the M3 family writes one of three thinking modes into the prompt. M2 models always
 think. For them, "disabled" closes the think block in the prompt, and other modes do nothing.

@@ -45,7 +45,7 @@ def check_function(
 ) -> None:
     """Refuse a function if the prompt or the parser cannot use its name, description or schema.
 
-    `where` is the path of the function in the request. The field `schema_field` has the schema.
+    `where` is the path of the function in the request. Its field `schema_field` has the schema.
     """
     name = function.get("name")
     if (

@@ -54,7 +54,7 @@ class Admission:
         self._row[:] = [0.0] * NUM_COLUMNS
 
     def resize(self, *, max_running: int, pool_tokens: int) -> None:
-        """Set how many sequences the engines run and how many tokens the KV caches hold."""
+        """Set how many sequences the engines run, and how many tokens the KV caches store."""
         self._max_running = max_running
         self._max_open = max_running + self._max_waiting
         self._max_waiting_tokens = self._given_waiting_tokens or _POOLS_WAITING * pool_tokens
@@ -76,7 +76,7 @@ class Admission:
     def check(
         self, num_sequences: int, num_tokens: int, *, now: float, sharer: str | None = None
     ) -> None:
-        """Check that the queue can take `num_sequences` sequences with `num_tokens` prompt tokens.
+        """Check that `num_sequences` sequences with `num_tokens` prompt tokens fit into the queue.
 
         Raises `InvalidRequestError` if the limits never allow so many sequences, and
         `OverloadedError` if the queue is too full. If tenants share it, `sharer` is the tenant.

@@ -161,7 +161,7 @@ class EngineChannel:
 
 
 class EngineConnection:
-    """An engine process. `ended` resolves with the reason when the process has ended."""
+    """An engine process. When the process has ended, the future `ended` gets the reason."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Share the tables through files in `folder`; None keeps the tables in this process."""
+        """Share the tables through files in `folder`. None: only this process uses the tables."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name
@@ -209,12 +209,12 @@ class AsyncEngine:
     ) -> OpenRequest:
         """Admit a request to continue a prompt. The caller must run or close the `OpenRequest`.
 
-        The outputs of the request's `n` choices arrive interleaved. Outputs except a choice's first
-        and last have at least `interval` tokens. `data_parallel_rank` is an index in the ranks of
-        all replicas; None allows any rank. `deadline` is in monotonic seconds. `readers` may
-        contain a reader per choice, which finds stop strings. Without readers, a stop string
-        anywhere ends a choice. `lease_id`, `remote` and `images` are fields of `GenerateRequest`.
-        Raises `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
+        The outputs of the `n` choices arrive interleaved. All outputs except a choice's first and
+        last have at least `interval` tokens. `data_parallel_rank` is an index of the ranks of all
+        replicas. None allows any rank. `deadline` is in monotonic seconds. `readers` may contain a
+        reader per choice, which finds stop strings. Without readers, a stop string anywhere ends a
+        choice. `lease_id`, `remote` and `images` are fields of `GenerateRequest`. Raises
+        `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info, images=images)

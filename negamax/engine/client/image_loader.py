@@ -131,7 +131,7 @@ class ImageLoader:
         return expanded, placed
 
     def load_blocking(self, parts: Sequence[ImagePart]) -> list[ImageInput]:
-        """Return the result of `load`; the calling thread may already run an event loop."""
+        """Return the result of `load`, even if the calling thread already runs an event loop."""
         return self._threads.submit(asyncio.run, self.load(parts)).result()
 
     async def _map(self, work: Callable[[T], _Image], items: Sequence[T]) -> list[_Image]:
@@ -211,7 +211,7 @@ class ImageLoader:
 
 
 def build_bytes_error(num_bytes: int) -> PayloadTooLargeError:
-    """Return the error of an image with too many bytes; the caller adds the image's position."""
+    """Return the error of an image with too many bytes. The caller adds the image's position."""
     return PayloadTooLargeError(
         f"the image has {num_bytes} bytes; allowed: {MAX_IMAGE_BYTES}", code="image_too_large"
     )

@@ -70,7 +70,7 @@ class OpenRequest:
         owner: Owner = NOBODY,
         replica_index: int | None = None,
     ) -> None:
-        """Prepare a request, which `first_output` or `run` sends. `requests` has an entry for each
+        """Prepare a request. `first_output` or `run` sends it. `requests` has an entry for each
         choice, and `streams` maps request ids to streams. `deadline` is in monotonic seconds. If
         `replica_index` is given, only the replica with this index may answer.
         """
@@ -164,7 +164,7 @@ class OpenRequest:
 
     def push(self, update: SequenceUpdate) -> None:
         """Pass an update to `run`'s caller. Store it while the request is paused. The request may
-        modify the update later. This method never raises: an error ends this request alone.
+        modify the update later. This method never raises. An error ends only this request.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -182,7 +182,7 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the request with `error` after the arrived outputs. Later errors are ignored."""
+        """Deliver all arrived outputs, then end with `error`. Later errors are ignored."""
         if self._failure is None:
             self._failure = error
         self._announce()

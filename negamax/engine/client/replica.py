@@ -71,7 +71,7 @@ class Replica:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """Return the latest statistics. While no engine runs, gauges are 0 and counters remain."""
+        """Return the latest statistics. While no engine runs, gauges are 0, and counters stay."""
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
             latest = wire.drop_gauges(latest)

@@ -122,7 +122,7 @@ class _SupervisedEngine:
         variables: Mapping[str, str],
         servers: _Servers,
     ) -> None:
-        """Use the options and variables that `make_replica_options` returns for the replica."""
+        """`options` and `variables` are the result of `make_replica_options` for this replica."""
         self._replica = replica
         self._options = options
         self._variables = variables

@@ -93,7 +93,7 @@ class InProcessExecutor(Executor):
         launched = self._thread.submit(self._worker.launch, plan, self._bitmask.result)
 
         def results() -> list[StepResult]:
-            """Wait until the worker's thread has enqueued the step, then wait for the device."""
+            """Wait until the worker's thread has enqueued the step and the device has run it."""
             outcome = launched.result()
             return [outcome if isinstance(outcome, StepResult) else outcome.result()]
 
@@ -154,7 +154,7 @@ class FileProgressLog:
         self._missing.update(progress.missing)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Replace the file progress of one rank in `result` by the progress of the group."""
+        """Return `result` with the file progress of the whole group instead of one rank's."""
         if result.files is None:
             return result
         self.add(result.files)
@@ -172,7 +172,7 @@ class RankHost(Protocol):
         """Start the rank processes. Each process connects to the endpoint of its rank."""
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
-        """Return a copy of `config` for one rank, completed with this machine's settings."""
+        """Return a copy of `config` for `rank`. The copy includes the settings of this machine."""
         ...
 
     @property
@@ -340,7 +340,7 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result, with failures of all ranks. Raises `EngineDeadError`."""
+        """Receive the next result, and add failures of all ranks. Raises `EngineDeadError`."""
         failures, files = self._row_failures[dp_rank], self._file_progress[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
@@ -445,7 +445,7 @@ class MultiProcessExecutor:
         return socket.recv()
 
     def _poller(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Poller:
-        """Return a poller that reports `event` on `sockets` and the end of any rank."""
+        """Return a poller that reports `event` on `sockets`, and also the end of a rank."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)

@@ -1,7 +1,7 @@
 """Count how many tokens select each expert, and move experts between ranks (EPLB).
 
 A rebalance starts with the least balanced layer, and moves a few experts in each step. The
-balancer's placement includes the moves of launched steps that ranks have not run yet.
+balancer's placement already includes moves that ranks have not made yet.
 """
 
 from collections import deque
@@ -68,7 +68,7 @@ class ExpertBalancer:
         return ExpertStep(self._version, is_due, moves)
 
     def take(self, counts: bytes) -> None:
-        """Update the statistics by `counts`, the selections since the ranks started."""
+        """Update the statistics by `counts`, the selections of experts since the ranks started."""
         before, total = self._total, np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         self._total = total
         if before is None:

@@ -30,7 +30,7 @@ class _Location(msgspec.Struct, frozen=True):
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """Place experts as `location` says: IN_ORDER, JSON, or a JSON file. Raises `ConfigError`."""
+    """Place experts by `location`: IN_ORDER, JSON, or a JSON file. Raises `ConfigError`."""
     if location == IN_ORDER:
         return layout
     sizes = spec.expert_sizes()

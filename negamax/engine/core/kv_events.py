@@ -59,7 +59,7 @@ class _Run:
 
 
 class CacheMirror:
-    """The cached blocks of a rank, as subscribers know them. Only one thread may use an instance.
+    """The cached blocks of a rank that subscribers know. Only one thread may use an instance.
 
     The methods process blocks by built-in functions, so that they hold the GIL only briefly.
     """
@@ -123,7 +123,7 @@ class CacheMirror:
         return hashes
 
     def _store(self, hashes: list[bytes], medium: str) -> Iterator[BlockStored]:
-        """Add blocks to a cache level. Yield one event for adjacent blocks of the same run."""
+        """Add blocks to a cache level. Yield one event per series of adjacent blocks of a run."""
         start = 0
         while start < len(hashes):
             run = self._runs.get(hashes[start])
@@ -180,7 +180,7 @@ class EventPublisher:
     """Publishes a rank's events by one thread, and answers replay requests by another thread."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
-        """Open the sockets. `rank`: index in the ranks of all replicas. Raises `ConfigError`."""
+        """Open the sockets of `rank`, an index over all replicas. Raises `ConfigError`."""
         self.num_batches = 0  # Number of sent batches.
         self.num_dropped = 0  # Number of steps whose cache changes the thread dropped.
         self._config, self._rank = config.add_rank(rank), rank

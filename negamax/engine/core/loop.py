@@ -287,7 +287,7 @@ class EngineLoop:
     def run_debug_command(
         self, name: str, argument: int = 0, *, path: str = ""
     ) -> list[DebugResult]:
-        """Run a command on all ranks after the steps launched so far; return results by rank."""
+        """Run a command on all ranks after all launched steps. Return the results by rank."""
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument, path))
         finally:
@@ -298,7 +298,7 @@ class EngineLoop:
 
     def shutdown(self, *, restarts: bool = False) -> None:
         """Stop grammar processes, executor and sockets, and release Ray's machines. If `restarts`
-        is False, first write KV blocks to files for at most FLUSH_SECONDS.
+        is False, first spend at most FLUSH_SECONDS to write KV blocks to files.
         """
         end = time.monotonic() + FLUSH_SECONDS
         if self._scheduler.has_writes and not restarts:
@@ -357,8 +357,8 @@ class EngineLoop:
         transfers.failed.clear()
 
     def _add_opened(self) -> None:
-        """Queue requests whose grammar is compiled, end requests that lost their grammar process,
-        and unblock requests whose late mask has arrived.
+        """Queue requests whose grammar is compiled. End requests whose grammar process was lost.
+        Unblock requests whose late mask has arrived.
         """
         for lost in self._grammars.take_lost():
             end = self._scheduler.end(lost.request.request_id, "error", error=lost.problem)

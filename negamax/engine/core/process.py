@@ -111,7 +111,7 @@ class Outbox(AbstractContextManager["Outbox"]):
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
-        """Connect to all server processes. `close` waits up to `linger` ms for unsent messages."""
+        """Connect to all server processes. `close` spends up to `linger` ms on unsent messages."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger
@@ -144,7 +144,7 @@ class Outbox(AbstractContextManager["Outbox"]):
 
 
 def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
-    """Split the loop's report by server process. Only server 0 gets the token counts of steps."""
+    """Split the loop's report by server process. Only one part has the token counts of steps."""
     parts: dict[int, wire.StepOutputs] = {}
 
     def part(sequence_id: str) -> wire.StepOutputs:

@@ -115,7 +115,7 @@ class ScriptedExecutor(Executor):
         return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """Return the answer's token at `position`, or an allowed token if `mask` forbids it."""
+        """Return the answer's token at `position` if `mask` allows it, or else an allowed token."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token

@@ -294,7 +294,7 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> Spec:
     """Remove the vision tower from `spec` if the model's files lack it or the options exclude
     images. Without a vision tower the server refuses images. A bundled spec gets the image token
-    ids of the bundled tokenizer, which differs from the published tokenizer.
+    ids of the bundled tokenizer. They differ from the published ones.
     """
     if spec.vision is None:
         return spec
@@ -564,10 +564,10 @@ def choose_num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
 
 
 def default_num_threads(num_ranks: int) -> int:
-    """Return the default number of CPU threads per rank, which is the cores divided by the ranks.
+    """Return the default number of CPU threads per rank: the number of cores / number of ranks.
     With three cores or more, one core stays free for the server and the scheduler.
 
-    With more threads than free cores, threads wait for time slices of the operating system. For
+    If there are more threads than free cores, threads wait for each other's time slices. For
     example, if one of 2 cores is busy, a GEMM of 25 us takes 4 to 8 ms on 2 threads. On 2 idle
     cores, 2 threads decode up to 1.4 times as fast as one thread.
     """

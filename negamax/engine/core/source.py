@@ -94,7 +94,7 @@ def check_model(options: EngineOptions) -> None:
 
 
 def check_start(options: EngineOptions) -> None:
-    """Check the options as at engine start, without downloads. Raises the errors of `locate`."""
+    """Check the options as a start does, but download nothing. Raises the errors of `locate`."""
     check_model(options)
     if not _is_bundled(options.model) and check_model_name(options.model) is None:
         return
@@ -106,7 +106,7 @@ def check_start(options: EngineOptions) -> None:
 
 
 def choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
-    """Return --max-model-len or, if unset, the model's context length. Raises `ConfigError`."""
+    """Return --max-model-len. If unset, return the model's context length. Raises `ConfigError`."""
     if options.max_model_len is None:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:

@@ -1,4 +1,4 @@
-"""Connect `Transfers` to other engines and to this engine's ranks (by one socket per rank).
+"""Connect `Transfers` to other engines, and to this engine's ranks by one socket per rank.
 
 Other engines connect to one socket of this engine. This engine opens a socket to each engine that
 it reads from. ZeroMQ's thread sends heartbeats, so connections survive long steps of an engine.

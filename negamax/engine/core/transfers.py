@@ -123,7 +123,7 @@ class Transfers:
         return bool(self._pulls or self.shared.leases or self._waiting)
 
     def stats(self) -> dict[str, int]:
-        """Return the fields of `RankStats` about prefills for other engines, pulls and leases."""
+        """Return fields of `RankStats`: numbers of prefills for other engines, pulls and leases."""
         return {**vars(self.counts), "num_leases": len(self.shared.leases)}
 
     def request_ids(self) -> list[str]:
@@ -171,7 +171,7 @@ class Transfers:
         self.send(peer, OpenLease(remote.lease_id, *fields))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request that waits for blocks; return False if no such request exists."""
+        """Drop a request that waits for blocks. Return False if no such request exists."""
         for pull in list(self._pulls.values()):
             for request in pull.requests:
                 if request.request_id == request_id:
@@ -373,7 +373,7 @@ class Transfers:
             )
 
     def _finish(self, pull: _Pull, problem: str) -> None:
-        """End a pull whose copies have ended. The requests of the pull become ready or fail."""
+        """End a pull whose copies have ended. Its requests become ready, or fail with `problem`."""
         del self._pulls[pull.peer, pull.lease_id]
         if pull.blocks is not None:
             self.shared.end_import(pull.blocks, is_valid=not problem)

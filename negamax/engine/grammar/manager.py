@@ -96,7 +96,7 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Add a committed token. Return the part of the token that the grammar must read."""
+        """Add a committed token. Return the token, or the part of it that the grammar must read."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def lose(self, message: str) -> None:
@@ -397,7 +397,7 @@ class GrammarManager:
         rule.error = f"the grammar process cannot be started: {error}"
 
     def _assign_workers(self) -> None:
-        """Assign workers to risky grammars, first for the tenant with the fewest workers. Reserve
+        """Assign workers to risky grammars. The tenant with the fewest workers is first. Reserve
         the last free worker for a tenant without a worker.
         """
         while self._risky:
@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process, fail its open outputs, recompile its unopened grammars."""
+        """End a dead or hung process. Fail its open outputs, and recompile its other grammars."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -540,7 +540,7 @@ class GrammarManager:
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
-        """Return the constraints whose grammars `client` compiles or has compiled."""
+        """Return the constraints of all outputs whose grammar `client` compiles or has compiled."""
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:

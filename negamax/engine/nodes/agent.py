@@ -303,8 +303,8 @@ def run_agent(
     health_address: tuple[str, int] | None = None,
 ) -> None:
     """Run the agent of node `options.node_rank` and answer probes at `health_address`. Raises
-    `ConfigError` or `CheckpointError` for a missing cluster key, wrong model files, or a split that
-    does not fit this machine. Also raises the errors of `NodeHealth` and `Agent.run`.
+    `ConfigError` or `CheckpointError` if the cluster key is missing, if model files are wrong, or
+    if the split does not fit this machine. Also raises the errors of `NodeHealth` and `Agent.run`.
     """
     network.check_key(options.nodes)
     health = None if health_address is None else NodeHealth(*health_address)

@@ -72,7 +72,7 @@ class Neighbours:
     """Tracks other agents' heartbeats in one session. One thread must call `lost` regularly."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Track the nodes in `addresses`: number of the node -> (host, UDP port)."""
+        """Track the nodes in `addresses`, which maps each node's number to (host, UDP port)."""
         self.addresses = addresses
         self._session = session
         self._numbers = dict.fromkeys(addresses, 0)  # Number of each node's latest heartbeat.

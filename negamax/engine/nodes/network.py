@@ -31,7 +31,7 @@ class Place:
 
 
 class UnreachableError(Exception):
-    """Node 0 cannot be resolved or reached; a later attempt may succeed."""
+    """Node 0 cannot be resolved or reached. A later attempt may succeed."""
 
 
 def resolve(host: str) -> str:

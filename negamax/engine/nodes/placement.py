@@ -47,7 +47,7 @@ class RayPlacement:
 
     @property
     def device(self) -> str:
-        """Return "cuda" or "cpu". Device "auto" means "cuda" if the cluster has GPUs."""
+        """Return "cuda" or "cpu". "auto" means "cuda" if the cluster has GPUs."""
         asked = self.options.device
         has_gpus = any(node.total.gpus for node in self.nodes)
         return ("cuda" if has_gpus else "cpu") if asked == "auto" else asked
