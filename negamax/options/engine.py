@@ -20,7 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
-# "balanced" keeps the given parallel sizes; "interactivity" is vLLM's name of "latency"
+# "balanced" keeps the given parallel sizes; "interactivity" is vLLM's name for "latency"
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 GENERATION_KEYS = (
     "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",

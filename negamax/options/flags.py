@@ -42,7 +42,7 @@ class Flag:
     is_size: bool = False  # The value is a number of bytes that may have a unit, such as 4GiB.
     is_count: bool = False  # The value is a number that may have a unit, such as 32K.
     is_json: bool = False  # The value is a JSON object.
-    adds_up: bool = False  # Values of the file, the environment and the command line form one list.
+    adds_up: bool = False  # Values of config file, environment and command line form one list.
     takes_json_list: bool = False  # A value may be a JSON list of strings.
     turns_off: bool = False  # The option is a switch that sets the field to False.
     field: str = ""

@@ -19,7 +19,7 @@ class NodeOptions:
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None  # An address of node 0 that all nodes can reach.
-    master_port: int = MASTER_PORT  # First of the consecutive ports on node 0.
+    master_port: int = MASTER_PORT  # First of the consecutive ports that node 0 uses.
     interface: str | None = None  # None: the interface that reaches master_addr.
     allow_cross_node_tp: bool = False
     launcher: str = MP  # with RAY, Ray chooses the machines of the nodes

@@ -41,7 +41,7 @@ class SpeculationConfig:
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None
-    # n-gram lookup searches a sequence for its last tokens: minimum and maximum number of tokens
+    # minimum and maximum number of last tokens that n-gram lookup searches for in the sequence
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     # acceptance rate of each draft position in benchmarks; with None, draft tokens are verified

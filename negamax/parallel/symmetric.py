@@ -41,7 +41,7 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # each rank sums n * 16 bytes
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # each rank sums 16-byte units
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices

@@ -33,7 +33,7 @@ from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
 # Fractions of the vendor's bandwidth and FLOP/s that kernels reach. Copies, FP8 block GEMMs and
-# unquantized GEMMs read 4.25 of 4.8 TB/s. Weight-only GEMMs read `WEIGHT_ONLY_SHARES[bits]` of it.
+# plain GEMMs read 4.25 of 4.8 TB/s. Weight-only GEMMs read `WEIGHT_ONLY_SHARES[bits]` of 4.25.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979

@@ -45,7 +45,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # patterns of the modules whose outputs are cached, which a config may list in either field
+    # a config lists patterns of the modules with cached outputs in one of these two fields
     cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:

@@ -89,7 +89,7 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # corrections: for all lengths, per length
+        self._means = [0.0] * (len(self._lengths) + 1)  # a common correction, then one per length
         most = math.log1p(self._lengths[-1])
         # an error in the time of long drafts also changes the estimates of shorter drafts, but less
         shares = [math.log1p(length) / most for length in self._lengths]
@@ -152,7 +152,7 @@ class _Shares:
     new_trials: int = 0
     tried: int = 0  # number of steps with trials since the last pause in trials
     untried: int = 0  # number of steps since the last trial
-    rest: float = _FIRST_REST  # steps without trials that cut the weight of old trials to a third
+    rest: float = _FIRST_REST  # after this many steps without trials, old trials weigh a third
     estimate: float | None = None  # mean of the draft model's recent estimates
     latest: float = 0.0  # the draft model's latest estimate
     error: float = 0.0  # decayed sum of (number of accepted drafts - estimated number)
@@ -225,7 +225,7 @@ class AdaptiveDraftLength:
         self._num_steps = 0
         self._timed_at = 0  # number of the latest step with a usable time
         self._chosen, self._chosen_for = len(lengths), -1
-        self._tried_at = 0  # number of the latest step that considered another length
+        self._tried_at = 0  # number of the latest step that considered another draft length
 
     def choose(self, num_rows: int) -> int:
         if not num_rows:  # no sequence is running

@@ -41,7 +41,7 @@ class _FileWrite:
     block_hash: bytes
     place: int  # index of the host block to write to a file
     step_id: int = -1  # id of the plan that contains the write; -1: not planned yet
-    is_kept: bool = True  # False: the cache was cleared after the write began; do not index it
+    is_kept: bool = True  # False: the cache was cleared during the write, so do not index the block
 
 
 class FileTier:

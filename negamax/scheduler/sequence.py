@@ -72,7 +72,7 @@ class Sequence:
         self.drafts = (0, 0, 0)  # counts of rows with drafts, of drafts and of accepted drafts
         self.was_admitted = False
         self.num_cached_tokens = 0  # number of prompt tokens found cached at first admission
-        self.resume_after = -1  # last step id that may yield tokens for a preempted sequence
+        self.resume_after = -1  # id of the last step that may yield tokens after a preemption
         self.may_load = True  # whether host memory is searched before the next admission
         self.may_read = True  # whether files are searched before the next admission
         self.retry_gain = 0  # value of pool.gain_count at which admission is tried again

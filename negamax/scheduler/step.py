@@ -230,8 +230,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     expert_counts: bytes = b""  # int64 [layers, experts] selections on all ranks; b"": not wanted
     num_draft_tokens: dict[int, int] = {}  # row -> number of drafts, if fewer than planned
     loaded_step: int = -1  # the loads of plans up to this step id are complete.
-    # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i. The
-    # list has one entry more than there are proposed drafts, or is empty without an estimate.
+    # `expected[i]`: the draft model's estimate of the share of rows that accept drafts 0 to i.
+    # `expected` has one entry more than there are proposed drafts, or is empty without an estimate.
     expected: list[float] = []
     files: FileProgress | None = None
 

@@ -445,7 +445,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # a last message's calls may lack results
+        if "tool_calls" in message and i < len(messages):  # the last calls may lack results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1

@@ -212,7 +212,7 @@ class DebugCommand(msgspec.Struct, frozen=True):
 
     name: str
     argument: int = 0
-    path: str = ""  # START_PROFILE: path of a trace without rank and suffix, or empty: no trace
+    path: str = ""  # START_PROFILE: path of the trace, without rank and suffix; empty: no trace
 
 
 class KernelTime(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # a draft runs as a decode
+    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # each draft runs as a decode
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})
     tokens = capture_sizes(TOKENS, most)

@@ -131,8 +131,8 @@ class StepGraphs:
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # for each row of a step with drafts: `_lengths`, the sequence length with the bonus token;
-        # `_last_tokens`, the index of the last accepted token; `_drafts`, the draft tokens
+        # for each row of a step with drafts, `_lengths` is its length with the bonus token,
+        # `_last_tokens` the index of its last accepted token, and `_drafts` its draft tokens
         self._lengths, self._last_tokens = torch.zeros(
             2, num_sampled, dtype=torch.int64, device=device
         )

@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # enough: a peer has up to `_AHEAD` unanswered reads
+        self._reads.sndhwm = 4 * _AHEAD  # a peer has at most `_AHEAD` unanswered reads
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))

@@ -15,7 +15,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# By transport: the value of UCX_TLS, and the names of UCX's lanes. UCX needs TCP to connect.
+# Transport -> value of UCX_TLS, names of UCX's lanes. UCX needs TCP to connect.
 _TRANSPORTS = {
     "rdma": ("ib", ("rc", "dc", "ud")),
     "shm": ("tcp,sm,self", ("cma", "xpmem", "knem", "posix", "sysv")),

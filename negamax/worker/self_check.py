@@ -120,7 +120,7 @@ class SelfCheck:
         rank = self._context.layout.rank
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._context.world_min(0)  # wait until all ranks have compared
+        self._context.world_min(0)  # wait until all ranks have ended the comparison
         if problems:
             raise ConfigError(
                 f"--self-check: rank {rank}: {'; '.join(problems[:_MOST_LISTED])}",

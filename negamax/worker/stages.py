@@ -36,7 +36,7 @@ class _Expected:
     slots: list[int]  # [S] slot of each sample
     slots_device: Tensor  # [S] int64, `slots` on the device
     positions: Tensor  # [S] int64, position of each sampled token
-    reassigned: set[int] = field(default_factory=set)  # slots that later plans gave other sequences
+    reassigned: set[int] = field(default_factory=set)  # slots that later plans reassigned
     message: Tensor | None = None  # int64 results from the last stage, see `Stage.give_back`
     arrival: Arrival | None = None
 

@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # last, as an error loses it
+            None if self.loads is None else self.loads.report_files(),  # no error may follow this
         )
 
 

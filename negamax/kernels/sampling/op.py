@@ -19,8 +19,8 @@ from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
 
-# Rows with 1 <= top_k <= CANDIDATES draw from CANDIDATES leading tokens, other rows draw from the
-# sorted vocabulary.
+# Rows with 1 <= top_k <= CANDIDATES draw from CANDIDATES leading tokens, and other rows draw from
+# the sorted vocabulary.
 CANDIDATES = 64
 
 
@@ -61,8 +61,8 @@ def draw_from(
     limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
     keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
     probs = probs * keep
-    # top-p applies after top-k and min-p. It keeps a token if the sum of the probabilities of more
-    # likely tokens is below top_p times the total.
+    # top-p applies after top-k and min-p. Top-p keeps a token if the sum of the probabilities of
+    # more likely tokens is below top_p times the total.
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     probs = probs * (cumulative - probs < top_p.unsqueeze(-1) * total)

@@ -114,7 +114,7 @@ def _row_argmax_kernel(
     count,
     addresses,  # `PeerRegion.addresses`, used only if WORLD > 1
     flags,
-    rank,  # not a constant, so that all ranks run one compiled kernel
+    rank,  # no constexpr, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # number of rows of the `PeerRegion`
     SLOT: tl.constexpr,  # number of words per row and sender in the `PeerRegion`

@@ -9,7 +9,7 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 
 
 def place(
-    columns: Tensor,  # int64: T token_slots, S slots, T token_offsets, S end_offsets, M others
+    columns: Tensor,  # int64, T token_slots, S slots, T token_offsets, S end_offsets, M for `words`
     num_computed: Tensor,  # [slots] int64; position of a token = num_computed + its offset
     tokens: Tensor,  # [slots, width] int32 or int64; draft tokens are written at their positions
     drafts: Tensor | None,  # [slots, K] int64, -1: no draft token; None: a step without drafts
@@ -19,7 +19,7 @@ def place(
     places: Tensor,  # [T + S] int64, written: positions [T], lengths [S]
     token_ids: Tensor,  # [T] int64, written: the step's tokens; 0 for an absent draft token
     ends: Tensor,  # [T] int64, written: positions + 1; 0 for tokens of the padding slot
-    words: Tensor,  # [S + M] int32, written: S lengths, then the M others of `columns`
+    words: Tensor,  # [S + M] int32, written: lengths [S], then the last M of `columns`
 ) -> None:
     """Compute tokens, positions and lengths of a step with T tokens of S sequences.
 

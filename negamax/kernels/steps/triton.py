@@ -24,7 +24,7 @@ def _place_kernel(
     places,  # [size] int64, written: positions of the tokens, then lengths of the sequences
     token_ids,  # [num_tokens] int64, written: the step's tokens
     ends,  # [num_tokens] int64, written: positions + 1; 0 for tokens of the padding slot
-    words,  # [num_words] int32, written: sequence lengths, then the rest of `columns`
+    words,  # [num_words] int32, written: sequence lengths, then the last entries of `columns`
     num_tokens,
     size,  # number of tokens + number of sequences
     num_words,

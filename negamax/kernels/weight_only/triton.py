@@ -29,7 +29,7 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # plus (e5m3 << 20): fp32 bits of a scale
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # _E5M3 + (e5m3 << 20) = fp32 scale bits
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)

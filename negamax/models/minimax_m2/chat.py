@@ -103,7 +103,7 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # schemas: open call and value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.

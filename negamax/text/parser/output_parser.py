@@ -133,7 +133,7 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # pending think closer of another family, which may end the reasoning
+        self._closer = ""  # pending think closer of another family, which may end the reasoning.
         # `_opener`: a call opener and white space; the next tag decides if they start a block.
         self._opener: list[str] = []
         self._opener_is_loose = False

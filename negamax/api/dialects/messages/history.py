@@ -236,7 +236,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    An error would end the session. If the model reads an image, return a list of parts.
+    An error would end the client's session. If the model reads an image, return a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

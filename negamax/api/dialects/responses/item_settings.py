@@ -15,7 +15,7 @@ SETTINGS = ("additional_tools", "configuration_update")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A request after its items have changed its settings.
+    """A request after its items have changed the settings.
 
     `later` contains the names of tools that the prompt does not show at its start. `notes` maps the
     index of an item that adds tools to the text that describes these tools.

@@ -285,7 +285,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Generate a background response. Unless it was deleted, store its final state."""
+        """Generate a background response. Store the final response unless the client deleted it."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:

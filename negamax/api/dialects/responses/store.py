@@ -145,7 +145,7 @@ def _remove(own: _TenantResponses, response_id: str) -> bool:
 
 
 def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
-    """Add `change` to `turn.num_users`. If `turn` becomes used or unused, change its parent."""
+    """Add `change` to `turn.num_users`, and to the parent's if `turn` becomes used or unused."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users
