@@ -33,7 +33,7 @@ class AttentionKind(Protocol):
     name: str
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> Any:
-        """Prepare the attention state of a step. `kv`: caches of one layer of this kind."""
+        """Prepare the attention state of a step. `kv`: caches of a layer of this attention kind."""
 
 
 def prepare_attention(
@@ -63,7 +63,7 @@ class PagedKind:
     ops: tuple[Op[Any, Any], Op[Any, Any]]
 
     def __init__(self, shape: PagedShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
-        """`kernels` sets the dtype of `shape`, and each step sets the block size of `shape`."""
+        """The dtype of `kernels` and the block size of each step replace those of `shape`."""
         self._shape = replace(shape, dtype=kernels.dtype)
         self._frequencies, self._locate = frequencies, kernels[LOCATE].run
         self._plan_decode, self._plan_prefill = (kernels[op].prepare for op in self.ops)
@@ -71,7 +71,7 @@ class PagedKind:
     def prepare_step(
         self, metadata: AttentionMetadata, kv: KvCaches, heads: tuple[int, ...]
     ) -> GroupedQueryStep:
-        """Compute angles and cache rows, and plan kernels. `heads`: number of heads per cache."""
+        """Compute angles and cache rows, and plan kernels. `heads`: the head counts of caches."""
         shape = replace(self._shape, block_size=kv["k"].shape[2])
         cos, sin, slot_mapping = self._locate(
             metadata.token_tables,

@@ -63,7 +63,7 @@ class RmsNorm:
         self, residual: Tensor, group: Collective, *, copy: bool = True, out: Tensor | None = None
     ) -> Tensor:
         """Return the whole residual stream [T, width] after this norm's sum over `group`. With
-        `copy` the result is a copy, in `out` if given. Without `copy` the result may be `residual`.
+        `copy` the result is a copy (in `out`, if given); without `copy` it may be `residual`.
         """
         stream: Tensor = self._complete(residual, group, copy=copy, out=out)
         return stream

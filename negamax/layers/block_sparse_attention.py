@@ -1,8 +1,8 @@
 """Block-sparse attention over a paged cache.
 
-Index heads score the blocks of earlier tokens. The query heads of each KV head attend to the blocks
-that its index head selects. Heads are split over the attention group. All index heads share the
-index keys, which are replicated or sharded by blocks (`selection.IndexShard`).
+Index heads score the blocks of earlier tokens. An index head per KV head selects the blocks to
+which the query heads of the KV head attend. Heads are split over the attention group. All index
+heads share the index keys, which are replicated or sharded by blocks (`selection.IndexShard`).
 """
 
 from dataclasses import dataclass, replace
@@ -81,9 +81,9 @@ class BlockSparseAttention:
     """Attention to the KV blocks that index heads select, from projections to output projection.
 
     Heads are split as in `Attention`. If the index keys are sharded, every rank computes the index
-    queries of all heads. If the index keys are replicated, an index head is on the rank of its KV
-    head. RMS norm is applied to each head of q, k, index q and index k. With `gemma_norm` the norms
-    scale by 1 + the stored weights.
+    queries of all heads. If the index keys are replicated, a rank computes only the index heads of
+    its own KV heads. RMS norm is applied to each head of q, k, index q and index k. With
+    `gemma_norm` the norms scale by 1 + the stored weights.
     """
 
     def __init__(

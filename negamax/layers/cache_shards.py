@@ -60,7 +60,7 @@ def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable
 
 @dataclass(frozen=True)
 class _Plan:
-    """State prepared by the wrapped op, and whether the merged results are FP8."""
+    """The plan of the partial op `part`, and whether the merge also writes FP8."""
 
     part: Any
     quantize: bool
@@ -81,7 +81,7 @@ class _Merged:
         return _Plan(self.part.prepare(queries, replace(shape, quantize=False)), shape.quantize)
 
     def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
-        """Map q [T, group heads, head_dim] to [T, own heads * head_dim] by the plan in `rest`."""
+        """Map q [T, group's heads, head_dim] to [T, own heads * head_dim]; rest[-1] is the plan."""
         *choice, plan = rest
         own = self.part.run(q, cache, *choice, plan.part)
         count = q.shape[1] // self.group.size

@@ -19,7 +19,7 @@ class KeyExchange:
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """`metadata`: metadata of a sharded step. `heads`: distinct head counts of caches."""
+        """`metadata`: metadata of a sharded step. `heads`: the head counts of caches, each once."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group

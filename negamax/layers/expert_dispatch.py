@@ -57,7 +57,7 @@ class ExpertMap:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Activations of T rows on a rank that holds some of their experts."""
+    """Activations of T tokens on a rank that stores some of the tokens' selected experts."""
 
     x: Tensor | QuantizedActivations
     ids: Tensor  # [T, top_k] expert slots, -1: none
@@ -151,7 +151,7 @@ class ReplicatedTokens:
         return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """Turn this rank's expert outputs, out [input rows, P, hidden], into partial sums."""
+        """Return this rank's expert outputs, out [input rows, P, hidden], as partial sums."""
         return Partial(out, self._group)
 
 

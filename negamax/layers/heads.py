@@ -22,7 +22,7 @@ class AttentionSizes:
         return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def qkv(self, names: Sequence[str], queried: range, kv_heads: range) -> list[ProjectionPart]:
-        """Return q, k, v projections `names` of query heads `queried` and KV heads `kv_heads`."""
+        """Return q, k, v projections with tensor names `names` and the rows of the given heads."""
         counts, own = (self.heads, self.kv_heads, self.kv_heads), (queried, kv_heads, kv_heads)
         return [
             ProjectionPart(name, count * self.head_dim, self.rows(heads))

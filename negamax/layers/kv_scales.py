@@ -47,7 +47,7 @@ class KvScales:
 
 
 def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
-    """Describe the use of the checkpoint's KV scales with a cache in `dtype`, for the log."""
+    """Return a log text: whether a cache in `dtype` uses the checkpoint's KV scales."""
     parts = (part for layer in layers for part in vars(layer).values())
     found = (getattr(part, "kv_scales", None) for part in parts)
     scales = [own for own in found if isinstance(own, KvScales)]

@@ -75,7 +75,7 @@ class ColumnParallel(_Linear):
 def stack_rows(
     parts: Sequence[tuple[ColumnParallel, range]],
 ) -> Callable[[Tensor | QuantizedActivations], list[Tensor]]:
-    """Return a function that maps x [T, in] to a list: x times `rows` of each part, [T, rows].
+    """Return a function that multiplies x [T, in] with `rows` of each part -> list of [T, rows].
 
     The rows are copied. The weights must be loaded but not packed, and `rows` must not cut a
     quantization group. One GEMM computes all parts if they share a format that can be stacked.

@@ -34,7 +34,7 @@ class SparseMoe:
 
     The shared expert is one more expert that every token selects. The shared expert is a separate
     `Mlp` if its format or size differs from the routed experts', or if ranks hold different
-    experts. The shared `Mlp` is split by width over the ranks with the same tokens.
+    experts. The shared `Mlp` is split by width over the ranks that have the same tokens.
     """
 
     def __init__(
@@ -172,12 +172,12 @@ class SparseMoe:
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Use the map `experts` from the next call on. A CUDA graph keeps its captured map."""
+        """Use the map `experts` from the next call on. A CUDA graph uses the map of its capture."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:
-        """Write the selected experts of each later call's first tokens to `ids` [max_tokens, top_k]
-        int32. A CUDA graph keeps the tensor with which it was captured.
+        """In each later call, write the selected experts of the call's first tokens to `ids`
+        [max_tokens, top_k] int32. A CUDA graph writes to the tensor with which it was captured.
         """
         self._observed = ids
 

@@ -30,7 +30,7 @@ class LayerSetup:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One checkpoint tensor of a quantized matrix; a slot keeps the tensor as stored."""
+    """One checkpoint tensor of a quantized matrix, which a slot copies without conversion."""
 
     tensor: StoredTensor
     # shape of the matrix and this rank's region of the matrix; None: shape and region of the slot
@@ -43,10 +43,10 @@ class StoredPart:
 class WeightSlot:
     """The destination of a checkpoint tensor of `shape` on this rank. Only the loader writes slots.
 
-    `target`: parameter or view that receives the part `region`, one range per dimension; None: this
-    rank keeps nothing. The slot drops `target` after the write. `source`: the matrix's format in
-    the checkpoint. `stored`: the stored tensor that the slot accepts; None: the dequantized matrix.
-    `optional`: the tensor may be absent. `reason`: why a matrix is dequantized, for the log.
+    `target`: parameter or view that receives the part `region` (a range per dimension); None: this
+    rank needs no part. The slot releases `target` after the write. `source`: the matrix's format in
+    the checkpoint. `stored`: the stored tensor that the slot accepts; None: a dequantized matrix.
+    `optional`: the tensor may be absent. `reason`: why the matrix is dequantized.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class WeightSlot:
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
         """Write the part `region` and return the written view of the parameter. `matrix`: matrix
-        shape that determines the valid values of a compared tensor, by default `matrix_shape`.
+        shape for which a compared tensor is checked, by default `matrix_shape`.
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice; remove one")
@@ -170,8 +170,8 @@ class WeightSlot:
 
 class MatrixWeight:
     """One rank's matrices [..., rows, columns] in one parameter, in the format that their kernel
-    reads. Entries that no slot fills are 0, so padding rows are 0 in every format. Scales per
-    matrix are 1 unless a slot fills them, because some formats divide by the scale.
+    reads. Entries that no slot fills are 0, so padding rows are 0 in every format. A scale of a
+    whole matrix is 1 unless a slot fills it, because some formats divide by it.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class MatrixWeight:
         padded: bool = False,
         reason: str = "",
     ) -> None:
-        """`stored`: the format held in memory, `PLAIN` for the compute dtype. `reason`: why this
-        format was chosen. `padded`: whether `slots` leave entries empty.
+        """`stored`: format of the matrices in memory; `PLAIN`: compute dtype. `reason`: why this
+        format was chosen. `padded`: whether some entries belong to no slot.
         """
         *lead, rows, columns = shape
         self.format, self._weights, self._reason = stored, weights, reason
@@ -208,7 +208,7 @@ class MatrixWeight:
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
         """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing). `at`:
-        leading indices and first row of the kept part. `region` must not cut a quantization group.
+        leading indices and first row in the parameter. `region` must not cut a quantization group.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
@@ -269,7 +269,7 @@ class MatrixWeight:
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return per dimension how often `held` repeats `tensor`'s entries, and copies to skip."""
+    """Return per dimension how often `held` repeats an entry, and the number of copies to skip."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):
@@ -289,8 +289,8 @@ def choose_kernel(
     """Return a kernel and a weight format for the matrices `names`, which share a parameter, and
     the reason for the format. The reason is "" if the format is the checkpoint's format. The
     checkpoint's format is kept if all matrices have it, a kernel reads it and no shard cuts a
-    group. `columns`: number of columns of one matrix on this rank. `shares`: each split axis and
-    its length per rank.
+    group. `columns`: number of columns of one matrix on this rank. `shares`: (axis, length per
+    rank) of each axis that ranks split.
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:

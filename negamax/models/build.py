@@ -39,7 +39,7 @@ def build_model(
 def build_empty_slots(
     spec: ModelSpec, layout: ParallelLayout, *, kernels: KernelTable, keep_quantized: bool = True
 ) -> dict[str, WeightSlot]:
-    """Return the weight slots of rank `layout` to plan a load. No weights are allocated."""
+    """Return the weight slots of the rank of `layout`, without weights, to plan a load."""
     return build_model(
         spec, context=ParallelContext(layout), device=torch.device("meta"), kernels=kernels,
         keep_quantized=keep_quantized,

@@ -51,7 +51,7 @@ ReasoningState = Literal["open", "optional", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Prompt template and output parser of a model. If `reads_calls` is false, calls stay text."""
+    """A model's template and output parser. Tool calls stay text if `reads_calls` is false."""
 
     family: ChatFamily
     thinking: Thinking

@@ -116,7 +116,7 @@ class ImageTower(Protocol):
     slots: list[WeightSlot]
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Run all parts at once, from `images` to N token embeddings [N, hidden]."""
+        """Run `start`, all parts and `finish`; return N token embeddings [N, hidden]."""
 
     def start(self, images: Sequence[Tensor]) -> PartialImages:
         """Embed the patches of `images`, each uint8 [height, width, 3]."""
@@ -221,7 +221,7 @@ class Decoder:
         """Run this rank's layers on token_ids [T] int64.
 
         Returns the final hidden states [T, hidden] and the captured residual streams. `kv` lists
-        the caches of each layer. If `kv` lists only some of the layers, only the first layers run.
+        the caches of each layer. Only the first len(kv) layers of this rank run.
 
         `capture` lists layer numbers. The residual stream [T, hidden] that enters each layer in
         `capture` is summed over the ranks and returned. If `out` is given, each stream is also

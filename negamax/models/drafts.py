@@ -57,7 +57,7 @@ class DraftSpec(ModelSpec):
         raise ConfigError("the draft's files do not list its target layers", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return this spec for `layers` of `target`. Raises `ConfigError` for different sizes."""
+        """Return this spec with `layers` of `target`. Raises `ConfigError` if the sizes differ."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -121,11 +121,11 @@ class DraftNames(WeightNames, Protocol):
     HEAD: str
 
     def list_slots(self, names: Iterable[str]) -> set[str]:
-        """Return the weight slots of the draft that checkpoint tensors called `names` fill."""
+        """Return the weight slots of the draft that are filled by checkpoint tensors `names`."""
 
 
 class IsDraft(ConfigError):
-    """The served model is a draft. `verifier` is the target that the draft's files state."""
+    """The served model is a draft. `verifier` is the target's name in the draft's files."""
 
     def __init__(self, name: str, verifier: str | None) -> None:
         model = verifier or "that model"

@@ -55,12 +55,12 @@ class Placement:
 
 
 class Spellings:
-    """Rules for tensor names: all `aliases` apply, and the first match in `fused` and `skipped`."""
+    """Rules for tensor names: all `aliases` apply; of `fused` and of `skipped`, the first match."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
     ) -> None:
-        """Arguments are pairs of a pattern and a replacement, slots to join, or a skip reason."""
+        """`aliases`: pattern, replacement; `fused`: pattern, slots; `skipped`: pattern, reason."""
         self._aliases = [(re.compile(pattern), text) for pattern, text in aliases]
         self._fused = [(re.compile(pattern), slots) for pattern, slots in fused]
         self._skipped = [(re.compile(pattern), reason) for pattern, reason in skipped]
@@ -144,7 +144,7 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Return the placement of each checkpoint tensor. The model may lack some slots."""
+        """Return each checkpoint tensor's placement, possibly in slots that the model lacks."""
 
     def layer_of(self, slot: str) -> int | None:
         """Return the layer number in a slot's name, or None if the name has no layer number."""

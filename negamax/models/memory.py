@@ -44,7 +44,7 @@ class WeightKind:
     layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the weights' format on a rank, or `PLAIN` if the rank's experts have several."""
+        """Return the weights' format on a rank, or `PLAIN` if its experts have several formats."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])
@@ -136,7 +136,7 @@ def expert_padding(
     width = experts.shape[kind.weight.splits.value]
 
     def room(ep: int) -> tuple[int, int]:
-        """Return an expert's columns on a rank, including padding, and the unit of the split."""
+        """Return the padded number of columns of an expert on a rank, and the unit of the split."""
         size = ranks // ep
         unit = stored.split_width(width // size, kept)[1] if kept(stored) else 1
         return share(width, rank=0, size=size, unit=unit).size, unit
@@ -174,7 +174,7 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
 
 
 def hit_share(weight: WeightSpec, num_tokens: float) -> float:
-    """Return the expected fraction of the `count` tensors that `num_tokens` tokens use."""
+    """Return the expected fraction of `weight.count` tensors that `num_tokens` tokens use."""
     used = weight.count if weight.used is None else weight.used
     return float(1 - (1 - used / weight.count) ** num_tokens)
 

@@ -81,7 +81,7 @@ def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> 
 
     `names` replaces the flag derived from the field's name; a single short name, such as `-tp`, is
     added to the derived flag. `also` lists the option's names in other servers. A field that is
-    True by default becomes a switch that sets False. `rules` are further fields of `Flag`.
+    True by default becomes a switch that sets it to False. `rules` are further fields of `Flag`.
     """
     if rules.get("is_count"):
         rules.setdefault("least", 1)

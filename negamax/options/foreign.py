@@ -46,7 +46,7 @@ class Foreign:
     off: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
-        """Translate `value` of this option. `line` maps names of all given options to values."""
+        """Translate `value` of this option. `line`: the values of all given options, by name."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:
@@ -77,7 +77,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 
 def own_value(option: str, value: str) -> str:
-    """Translate another server's `value` of the option field `option` to Negamax's name."""
+    """Return Negamax's name for another server's `value` of the option field `option`."""
     for own, names in _TABLES["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
@@ -85,7 +85,7 @@ def own_value(option: str, value: str) -> str:
 
 
 def explain_replacement(option: str, value: str) -> str | None:
-    """Return why Negamax uses another method than `value`; None if it uses `value`."""
+    """Return why Negamax replaces the method `value`; None if it uses `value` itself."""
     own = own_value(option, value)
     reason = _TABLES["replaced"].get(option)
     return None if own == value or reason is None else f"{value} means {own}: {reason}"
@@ -133,7 +133,7 @@ def _capture_sizes(entry: Foreign, value: Any, line: Mapping[str, str]) -> Trans
 
 
 def _member(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Set an option to a member of the foreign JSON object. `entry.argument` is OPTION=MEMBER."""
+    """Set an option to a member of the JSON object `value`. `entry.argument` is OPTION=MEMBER."""
     name, _, key = entry.argument.partition("=")
     own = value.get(key) if isinstance(value, dict) else None
     return Translation(((name, str(own)),)) if own else Translation(note=entry.reason)
@@ -251,7 +251,7 @@ def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tra
 
 
 def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Translate the backend "file" to SGLang's folder; other backends have no effect."""
+    """Translate the backend "file" to SGLang's folder for cache files; ignore other backends."""
     if value != "file":
         return Translation(note=entry.reason)
     if _host_cache_size(entry, value, line).note:

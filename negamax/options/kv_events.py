@@ -84,7 +84,7 @@ def _shift_port(endpoint: str, rank: int) -> str:
 
 
 def _check_address(key: str, address: object, num_ranks: int) -> int:
-    """Check an address. Return the port, or `_NO_PORT` for a path."""
+    """Check an address. Return its port, or `_NO_PORT` if the address is a path."""
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     port = int(found[2]) if found is not None and found[2] else _NO_PORT
     if found is None or (found[2] and not 1 <= port <= 65536 - num_ranks):

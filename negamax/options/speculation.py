@@ -62,7 +62,7 @@ class SpeculationConfig:
         return (*sorted(few), most) if self.adaptive else (most,)
 
     def as_long_as(self, num_tokens: int | None) -> "SpeculationConfig":
-        """Replace a default draft length by `num_tokens` of config.json. Raises `ConfigError`."""
+        """Use the draft length `num_tokens` of config.json if none is set. Raises `ConfigError`."""
         if num_tokens is None or not self.is_default_length:
             return self
         if num_tokens > MAX_DRAFT_TOKENS:
@@ -155,7 +155,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return synthetic acceptance rates: as given, or of least variance for a given mean length."""
+    """Return the given synthetic rates, or rates of least variance for the given mean length."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

@@ -172,7 +172,7 @@ def _is_host(given: object) -> bool:
 
 
 def check_one_engine(options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if `options` splits the model by anything but tensor parallelism."""
+    """Raise `ConfigError` unless `options` use one engine with tensor parallelism only."""
     refused = [f"{flag_name(name)} {options[name]}" for name in _SPLITS if options[name] > 1]
     if options["script"] is not None:
         refused.append("--script")

@@ -10,7 +10,7 @@ the eight columns of a product hold the values of x for eight steps:
     step i    w_i [x0_i x1_i .. x7_i]      w_i [x_0 x_1 .. x_7], of which column i is used
 
 The values of a single token are therefore loaded once and not in each step. If all 4-bit codes have
-one addend, the kernel multiplies it with x once and starts all products from the result.
+one addend, the kernel multiplies it with x once, and all products start from this result.
 
 A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread holds four
 neighboring words of every eighth row, and four threads hold a span. A span is SPAN columns with 4
@@ -75,13 +75,13 @@ def _vector(P: Any) -> int:
 
 @triton.constexpr_function
 def _starts_from_offset(P: Any) -> bool:
-    """Return whether products of one token start from the common addend of the codes, times x."""
+    """Return whether products of one token start from x times the addend that all codes share."""
     return bool(P.ELEMENT == "uint4" and not P.ZEROS and _has_one_scale(P))
 
 
 @triton.constexpr_function
 def _column(step: int) -> int:
-    """Return which of the eight columns of a one-token product `step` uses."""
+    """Return the index (0 to 7) of the product column that has the result of `step`."""
     return step % TOKENS.value
 
 
@@ -128,7 +128,7 @@ def load_weight(
 
 @triton.jit
 def _warps(split, NUM_WARPS: tl.constexpr):
-    """Return the numbers [NUM_WARPS] of program `split`'s warps among all warps of the splits."""
+    """Return indices [NUM_WARPS] of program `split`'s warps among the warps of all splits."""
     return split * NUM_WARPS + tl.arange(0, NUM_WARPS)
 
 
@@ -231,8 +231,8 @@ def _load_tokens(
 ):  # fmt: skip
     """Load rows `rows` [TOKENS] of x [any, K] for the tensor cores -> [NUM_WARPS, SPAN, TOKENS].
 
-    A scalar `first` is the first column of one step. If `first` is [1, 1, TOKENS, 1, 1], it holds
-    the first columns of STEPS steps. A thread loads its own operands.
+    A scalar `first` is the first column of one step. If `first` is [1, 1, TOKENS, 1, 1], it has the
+    first columns of STEPS steps. Each thread loads the values that it multiplies.
     """
     # axes of the pointers: steps of 8 columns, warp, token, thread, neighboring columns
     thread = tl.arange(0, 4)[None, None, None, :, None]

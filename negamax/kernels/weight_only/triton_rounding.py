@@ -53,7 +53,7 @@ def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def add_product(acc, x, w, x_scale):
-    """Return acc + x w: exact int32 sums for int8, fp32 sums times x_scale [BLOCK_M] for E4M3.
+    """Return acc + x w in exact int32 for int8, or acc + x w * x_scale [BLOCK_M] in fp32 for E4M3.
     Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so this function adds in fp32.
     """
     if x.dtype == tl.int8:

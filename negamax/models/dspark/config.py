@@ -183,9 +183,9 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
-    """Merge nested objects, and keep one spelling of each field.
+    """Merge nested objects into the top level, and add the main spelling of each field.
 
-    If `is_own` is false, the file is the target's, and the target's layer sizes are ignored.
+    If `is_own` is false, `config` is the target's, and the target's layer sizes are ignored.
     """
     flat = {name: value for name, value in _text(config).items() if value is not None}
     own = {
@@ -212,7 +212,7 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
 
 
 def _read_layers(ids: object) -> tuple[int, ...]:
-    """Convert `ids`, which count layer outputs from 0, to numbers of layer inputs."""
+    """Convert `ids` of layer outputs to ids of layer inputs: output i is input i + 1."""
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
     if not layers or [one + 1 for one in given] != sorted(set(layers)):

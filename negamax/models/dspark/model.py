@@ -111,7 +111,7 @@ class BlockAttention:
         return self._out(attended, in_parts=True)
 
     def write_context(self, projected: Tensor, at: TokenPlaces, kv: KvCaches) -> None:
-        """Cache values and normalized, rotated keys; projected [T, rows of `get_context_rows`]."""
+        """Cache values, and keys after norm and rope; projected [T, rows of `get_context_rows`]."""
         self._write(projected, self._context_norm, at, KvCache(kv["k"], kv["v"]))
 
 
@@ -218,7 +218,7 @@ class BlockDraft:
     def write_context(
         self, streams: Sequence[Tensor], metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> None:
-        """Cache the keys and values of T tokens, computed from residual streams [T, width] each."""
+        """Cache the keys and values of T tokens; `streams` are residual streams [T, width] each."""
         x = self._fc(cat_columns(streams, self._columns))
         projected = self._project_context(self._context_norm(x, torch.zeros_like(x.x)))
         at = TokenPlaces(
@@ -239,7 +239,7 @@ class BlockDraft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> Tensor:
-        """Run R blocks, each after its context. Return the inputs of the head [R, N, hidden].
+        """Run R blocks, each with its cached context. Return the inputs of the head [R, N, hidden].
 
         anchors [R] int64 are the tokens at `context.lengths`. The content of `metadata` is ignored.
         """

@@ -54,7 +54,7 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the weight slots of the draft that checkpoint tensors called `names` fill."""
+    """Return the weight slots of the draft that are filled by checkpoint tensors `names`."""
     return {slot for placed in place(names, num_layers=0).values() for slot in placed.slots}
 
 

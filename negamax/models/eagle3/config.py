@@ -152,7 +152,7 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_aux_layers(ids: object) -> tuple[int, ...]:
-    """Return the layers in config.json, numbered by their inputs. Raises `ConfigError`.
+    """Return the numbers of the layers whose inputs the draft reads. Raises `ConfigError`.
 
     A list that begins with 1 numbers layers by their outputs, as some trainers do. A list that
     begins with 2 numbers layers by their inputs.
@@ -168,7 +168,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
-    """Return layers numbered by their inputs; () if config.json lists none."""
+    """Check and return the layer numbers in config.json; () if it lists none."""
     if ids in (None, []):  # some exporters write an empty list
         return ()
     given = ids if isinstance(ids, list | tuple) else ()

@@ -270,7 +270,7 @@ class Eagle3Draft:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """Compare d2t with t2d if the files have t2d. A wrong d2t can list valid, distinct ids."""
+        """Compare d2t with t2d if the files have t2d, because valid, distinct ids may be wrong."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:
@@ -343,7 +343,7 @@ class Eagle3Draft:
         return self._head(hidden, LinearOutput(torch.float32))
 
     def scatter_logits(self, logits: Tensor) -> Tensor:
-        """Scatter `local_logits` to the target's ids [R, vocab] fp32; other ids get -infinity."""
+        """Scatter `local_logits` into target logits [R, vocab] fp32; other ids get -infinity."""
         ids = self._token_ids[self.vocab_range.start : self.vocab_range.stop]
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, ids, logits)

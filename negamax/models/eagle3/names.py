@@ -56,7 +56,7 @@ _SPELLINGS = Spellings(
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the weight slots of the draft that checkpoint tensors called `names` fill."""
+    """Return the weight slots of the draft that are filled by checkpoint tensors `names`."""
     return set(map(_SPELLINGS.respell, names))
 
 

@@ -29,7 +29,7 @@ _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_vers
 
 @dataclass(frozen=True)
 class Use:
-    """How to use a draft, according to its files."""
+    """Recommended use of a draft, from the draft's files."""
 
     speculative_tokens: int | None = None  # Draft tokens per step.
     verifier: str | None = None  # The target: a folder or a hub id.
@@ -89,7 +89,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default or else the first proposal method. Only "greedy" is supported."""
+    """Return the default proposal method, else the first one. Only "greedy" is supported."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

@@ -209,7 +209,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Decide whether `closer` ends the value. `before` is the lexeme that follows `closer`."""
+        """Decide whether `closer` ends the value. `before` is the lexeme after `closer`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = (
@@ -340,7 +340,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
-        """Add `text` to the value. Stream a string unless it may still be the literal null."""
+        """Add `text` to the value. Stream a string value unless it may still become null."""
         if self._is_written:
             self._calls.string_text(text)
             return

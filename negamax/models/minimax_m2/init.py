@@ -2,7 +2,7 @@
 
 If all experts are equally likely and each token selects k of E experts, B independent tokens select
 E (1 - (1 - k / E)^B) experts. Router rows of equal norm and almost equal router biases make experts
-equally likely. Tokens select experts independently: a layer adds little to a token's embedding.
+equally likely. Tokens select experts independently, as a layer adds little to a token's embedding.
 """
 
 import math
@@ -22,7 +22,7 @@ ATTENTION_GAIN = 0.5
 def draw(name: str, spec: MoeSpec) -> Initializer:
     """Choose the distribution of the values of weight `name`.
 
-    The factor 1 / sqrt(columns) keeps the magnitude of a vector that a matrix multiplies. Matrices
+    The standard deviation 1 / sqrt(columns) preserves the magnitude of multiplied vectors. Matrices
     that add to the residual stream are divided by sqrt(2 * num_layers), so the stream does not grow
     with depth. Embedding rows have unit variance.
     """

@@ -79,7 +79,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether `lexeme`, at any position in a line, names a declared tool."""
+        """Return whether `lexeme` names a declared tool; its position in the line is ignored."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
@@ -209,7 +209,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
-    """Return the element name in a tag. Attributes that no schema lists are dropped."""
+    """Return the element name in a tag, without attributes that no known name contains."""
     name = inner.strip()
     word = _ATTRIBUTES.sub("", name)
     return next(filter(is_known, (inner, name, word)), inner if word == name else word)

@@ -369,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Return, per layer, whether its entry in list `name` is `values[1]`; {} without the list."""
+    """Return {name: whether each layer's entry is `values[1]`}; {} if there is no list `name`."""
     given = config.get(name)
     if given is None:
         return {}

@@ -1,4 +1,4 @@
-"""Synthetic weights of MiniMax-M3. Text weights, except norms and MLPs, are drawn as in MiniMax-M2.
+"""Synthetic weights of MiniMax-M3. All except norms, MLPs and vision are drawn as in MiniMax-M2.
 
 The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all
 tokens. A large common vector would make all tokens select the same experts.

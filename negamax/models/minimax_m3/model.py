@@ -85,7 +85,7 @@ def _shard_index(spec: MiniMaxM3Spec, layout: ParallelLayout) -> IndexShard:
 def _build_kinds(
     spec: MiniMaxM3Spec, layers: list[DecoderLayer], setup: LayerSetup
 ) -> list[tuple[AttentionKind, int]]:
-    """Return each kind of attention in `layers` with the first layer of this kind."""
+    """Return each kind of attention in `layers`, with the index of the first layer of this kind."""
     layout, frequencies = setup.context.layout, signed_frequencies(spec.rotary_dim, spec.rope_theta)
     shape = paged_shape(spec, layers, layout.attention)
     common: dict[str, Any] = {

@@ -78,7 +78,7 @@ class _VisionLayer:
         self._mlp = weights.take_mlp(own.mlp, hidden, spec.intermediate_size, hidden)
 
     def __call__(self, h: Tensor, angles: tuple[Tensor, Tensor], sizes: Sequence[int]) -> Tensor:
-        """h [N, hidden]: all patches; `sizes`: patches per image; cos, sin [N, 1, rotated] fp32."""
+        """Map patches h [N, hidden], `sizes` per image; `angles`: cos, sin [N, 1, rotated] fp32."""
         x = self._norms[0](h)
         q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
         q, k = self._rope(q, k, *angles)
@@ -172,6 +172,6 @@ class VisionTower:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v [N, heads, head_dim] of one image -> [N, heads, head_dim]."""
+    """Attend with q, k, v [N, heads, head_dim] of one image -> [N, heads, head_dim]."""
     parts = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
     return F.scaled_dot_product_attention(*parts).squeeze(0).transpose(0, 1)
