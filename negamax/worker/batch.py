@@ -1,6 +1,6 @@
 """Build the inputs of a forward pass from a plan and the request state. The host lays out the
-tokens and sends the layout in one transfer. To the positions, the device adds each slot's number of
-computed tokens, which the host may not have.
+tokens and sends the layout in one transfer. The device adds each slot's number of computed tokens
+to the positions, because the host may not have this number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """T tokens of S sequences in a step, on the host: first single tokens, then prompt runs."""
+    """T tokens of S sequences in a step, on the host. Single tokens come before prompt runs."""
 
     num_decodes: int
     columns: StepColumns
@@ -96,7 +96,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
-        """Split the packed tensor `columns`, and the packed positions and lengths in `places`."""
+        """Build inputs from the packed `columns` and from the positions and lengths in `places`."""
         parts = [num_tokens, num_seqs]
         size = sum(parts)
         query_starts = columns[2 * size : 2 * size + num_seqs + 1]
@@ -118,9 +118,9 @@ def build_batch_layout(
 ) -> BatchLayout:
     """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
     every generated token is a decode. A sequence may have several decodes in a step, because a
-    layer writes all keys before it attends. Without `generated_apart`, all tokens of a resumed
-    sequence form one run. Without `generated_apart` and `drafts_apart`, the tokens of a row with
-    drafts form one run.
+    layer writes the keys of all tokens before any token attends. Without `generated_apart`, all
+    tokens of a resumed sequence form one run. Without `generated_apart` and `drafts_apart`, the
+    tokens of a row with drafts form one run.
     """
     decodes: list[tuple[int, int, int]] = []  # (slot, offset of the first token, number of tokens)
     prefills: list[tuple[int, int, int]] = []
@@ -222,7 +222,7 @@ def build_padding(
 def sample_inputs(
     slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
 ) -> SampleInputs:
-    """Return inputs to sample tokens that are `offsets` after the computed tokens of `slots`."""
+    """Return inputs to sample the tokens at `offsets` after the computed tokens of `slots`."""
     columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(

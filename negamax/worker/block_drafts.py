@@ -4,7 +4,7 @@ KV blocks of the target model.
 Every step computes the draft model's keys and values from the residual streams of the target model.
 The keys and values of a token depend only on this token and earlier tokens, so prefix-cache hits
 reuse the keys and values. Keys and values of rejected drafts are overwritten when their positions
-run again. A proposal runs a block of the trained size, discards its keys and values, and keeps as
+run again. A proposal runs a block of the trained size, discards its keys and values, and returns as
 many tokens as requested. A confidence head may estimate how likely each draft token is accepted.
 """
 

@@ -47,7 +47,7 @@ class LaneOptions:
     host: str | None  # this machine's IP address; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
-        """Return the endpoint for other engines' reads. On a network, the system sets the port."""
+        """Return the endpoint for other engines' reads. On a network, the system picks the port."""
         local = f"ipc://{self.folder}/lane-{rank}"
         return local if self.host is None else tcp_endpoint(self.host, "*")
 
@@ -143,7 +143,7 @@ class WorkerConfig:
 
     @property
     def num_captured_before(self) -> int:
-        """Number of layers of earlier pipeline stages that the draft model reads."""
+        """Number of layers, in earlier pipeline stages, whose outputs the draft model reads."""
         first = self.layout.layers(self.spec.num_layers).start
         return sum(layer < first for layer in self.draft.spec.aux_layers) if self.draft else 0
 
@@ -224,7 +224,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """The answer to a command. One field is set, or no field if there is no answer."""
+    """The answer to a command. Only the field with the answer is set, if there is an answer."""
 
     number: float | None = None
     kernels: list[KernelTime] | None = None

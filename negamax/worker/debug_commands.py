@@ -43,7 +43,7 @@ class DebugCommands:
         return self._routing is not None
 
     def run(self, command: DebugCommand) -> DebugResult:
-        """Run `command` and return the result. The result is empty if this worker has no answer."""
+        """Run `command` and return its result, which is empty if this rank has none."""
         if command.name == OBSERVE_ROUTING:
             on = command.argument == 1
             self._routing = None

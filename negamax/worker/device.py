@@ -1,7 +1,7 @@
 """Choose the device and the dtype of a rank, and transfer data between host and device.
 
-Only `HostTensor.read` waits for a GPU. Uploads and results use pinned memory for asynchronous
-copying between host and GPU.
+Only `HostTensor.read` waits for a GPU. Pinned memory on the host makes the copies of inputs and
+results asynchronous.
 """
 
 import gc
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 def choose_device(name: str) -> str:
-    """Resolve the value of --device to "cpu" or "cuda". Raises `ConfigError` without a GPU."""
+    """Resolve --device to "cpu" or "cuda". Raises `ConfigError` for "cuda" without a GPU."""
     check_choice("--device", name, DEVICES)
     found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not found):
@@ -106,7 +106,7 @@ def check_platform(
 def upload(
     columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
 ) -> list[Tensor]:
-    """Send all columns in one transfer, and return int64 tensors, which view `out` if given."""
+    """Send all columns in one transfer. Return int64 tensors, which are views of `out` if given."""
     if device.type == "cpu" and out is None:  # no transfer is needed
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
     packed = torch.from_numpy(np.concatenate(columns))

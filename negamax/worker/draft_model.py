@@ -27,7 +27,7 @@ from negamax.worker.request_state import FILTERS, RequestState
 
 class DraftModelProposer(Proposer):
     """Proposes the draft model's most likely tokens. With "probabilistic" sampling and a
-    temperature, the draft's logits are sampled with the noise of the target's GPU sampler.
+    temperature, the draft's logits are sampled with the noise that the target's GPU sampler uses.
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
@@ -82,7 +82,7 @@ class DraftModelProposer(Proposer):
         raise NotImplementedError
 
     def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
-        """Write fixed values to some weights. Return the slots that need random values."""
+        """Write fixed values to some synthetic weights. Return the slots for random values."""
         return slots
 
     def _choose(
@@ -95,9 +95,9 @@ class DraftModelProposer(Proposer):
         place: int,
         first_id: int,
     ) -> Tensor:
-        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32. The token is -1 if no
-        logit of a row is finite (see PICK). "probabilistic" sampling uses the noise of the target's
-        sampler at positions lengths + place.
+        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32. A token is -1 if its
+        row has no finite logit (see PICK). "probabilistic" sampling uses the noise that the
+        target's sampler uses at positions lengths + place.
         """
         shard: dict[str, Any] = {"first_id": first_id, "group": self._group}
         if not self._draws:

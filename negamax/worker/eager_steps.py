@@ -59,8 +59,8 @@ def compile_eager_steps(runner: ModelRunner) -> None:
 
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each step: number of decodes, number of prompt tokens, number of tokens already
-    computed in each sequence, and maximum tokens of one prompt.
+    """For each step, yield the number of decodes, the number of prompt tokens, the number of
+    computed tokens of each sequence, and the maximum length of a prompt.
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
@@ -80,7 +80,7 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:
-    """Lay out decodes and prompts, all in `slot`. `prompts`: number of tokens of each prompt."""
+    """Lay out decodes and prompts, which all use `slot`. `prompts`: length of each prompt."""
     counts = [1] * num_decodes + prompts
     columns = StepColumns.of_decodes([slot] * len(counts), counts)
     return BatchLayout.without_samples(num_decodes, columns, columns.end_offsets + num_computed)

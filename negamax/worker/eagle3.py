@@ -1,10 +1,10 @@
 """Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which stores its caches in the
 KV blocks of the target model.
 
-The first pass runs over every token of the step, and reads the target's residual streams and the
-next token. The draft model's caches contain the same tokens as the target's, also after prompt
-chunks and prefix-cache hits. Later steps overwrite keys and values of rejected drafts. Each further
-pass runs one token per row, and reads the hidden state of the previous pass.
+The first pass runs every token of the step. For each token, it reads the target's residual streams
+and the next token. The draft model's caches contain the same tokens as the target's, also after
+prompt chunks and prefix-cache hits. Later steps overwrite keys and values of rejected drafts. Each
+further pass runs one token per row, and reads the hidden state of the previous pass.
 
 The draft model's keys of a token depend on the next token. If two sequences share a block, the last
 keys of the block depend on the next token of the sequence that filled the block. Shared blocks may
@@ -97,8 +97,8 @@ class Eagle3Proposer(DraftModelProposer):
     def _pick_drafts(
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
-        """Choose the tokens at positions lengths + place from hidden [R, hidden]. Return indices of
-        `_target_ids`, [R] int64. The index is -1 if no logit is finite.
+        """From hidden [R, hidden], choose each row's token at position lengths + place. Return its
+        index in `_target_ids`, [R] int64, or -1 if no logit is finite.
         """
         model = self._model
         logits, first_id = model.local_logits(hidden), model.vocab_range.start
@@ -109,7 +109,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Return metadata of one token per slot. `seq_lens` [R] int32, other tensors [R] int64."""
+        """Return metadata of one token per slot. `seq_lens` is [R] int32; others are [R] int64."""
         # the host has the sequence lengths only if the device is a CPU
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(
@@ -126,6 +126,6 @@ class Eagle3Proposer(DraftModelProposer):
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:
-    """Return a synthetic d2t [draft vocab], which spreads draft tokens over the target's ids."""
+    """Return a synthetic d2t [draft vocab] that maps draft ids to evenly spaced target ids."""
     ids = torch.arange(spec.draft_vocab_size)
     return ids * spec.vocab_size // spec.draft_vocab_size - ids

@@ -69,7 +69,7 @@ class ExpertRecorder:
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Move experts before a step. Return selection counts if the step's plan wants them."""
+        """Move experts before a step. Return selection counts if the plan requests them."""
         assert not step.moves, "this recorder does not move experts"
         return self.counts() if step.wants_counts else None
 
@@ -140,7 +140,7 @@ class MovableExperts(ExpertRecorder):
         self._maps[layer].update(table)
 
     def _peer(self, ep_rank: int) -> int:
-        """Return the rank with the slots of `ep_rank` and this rank's slice of each expert."""
+        """Return the rank that has the slots of `ep_rank`, and the same slices as this rank."""
         return ep_rank * self._view.tp + self._view.tp_rank
 
     def _open(self) -> None:

@@ -3,15 +3,15 @@
 A file contains the data of one block in all caches of one rank. The folder's name is a fingerprint
 of all settings that determine the content and layout of blocks. Engines and ranks with equal
 settings share a folder. The file's name is the block's hash. The file's header has the fingerprint,
-the hash, the length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup
-is a miss and deletes the file.
+the hash, the length and a CRC-32 of the whole file. If a value in the header is wrong, the reader
+deletes the file and reports a miss.
 
 A file is written under a temporary name and then renamed, but not synced to the disk. Complete
 files survive a process crash. After a power failure, the checksum detects incomplete files.
 
 Two groups of threads read and write files while steps run. The scheduler limits the number of
-pending copies. After the first I/O error, or a minute in which no copy ends, the rank stops using
-files: each further copy ends at once and does nothing.
+pending copies. After the first I/O error, or after a minute in which no copy ends, the rank stops
+using files. All later copies then end at once without effect.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class _StoredFile:
 
 
 class FileStore:
-    """Stores KV blocks. The worker's thread runs `run`, the result thread all other methods."""
+    """Stores KV blocks. The worker's thread calls `run`. The result thread calls other methods."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FileStore:
     ) -> None:
         """`most_bytes`: maximum size of all files below `folder`. `facts`: settings that determine
         the content and layout of blocks. `host`: blocks in host memory, [blocks, bytes] uint8 for
-        each kind of cache. `sharing`: how many ranks write each block to `folder`. `cleans`:
+        each kind of cache. `sharing`: number of ranks that each write a file per block. `cleans`:
         whether this rank deletes files beyond `most_bytes`. Raises `ConfigError` if the folder
         cannot be used.
         """
@@ -133,7 +133,7 @@ class FileStore:
             ) from None
 
     def run(self, files: FileCopies, step_id: int, ended: Ended) -> None:
-        """Start the copies of a plan. Each copy first calls `ended` to wait for earlier copies."""
+        """Start the file copies of a plan. Each copy first waits for earlier copies (`ended`)."""
         if not self.is_busy:
             self._active_at = time.monotonic()
         reads = zip(files.read_hashes, files.read_places, strict=True)
@@ -160,7 +160,7 @@ class FileStore:
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
-        """Return the progress, which the caller must send: each missing block is in one report."""
+        """Return the progress, which must be sent, because each missing block is reported once."""
         missing: list[bytes] = []
         while self._reads and self._reads[0].is_done:
             batch = self._reads.popleft()
@@ -328,8 +328,8 @@ def open_files(
 
 
 def _list_facts(config: WorkerConfig, kernels: KernelTable, *, dtype: str) -> list[str]:
-    """List all settings that determine content and layout of this rank's blocks. Equal shards of
-    different data-parallel replicas have equal settings.
+    """List all settings that determine content and layout of this rank's blocks. Ranks of different
+    data-parallel replicas have equal settings if their shards are equal.
     """
     layout, draft = config.layout, config.draft
     folders = (config.folder, draft and draft.folder)

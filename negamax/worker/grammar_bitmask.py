@@ -25,7 +25,7 @@ class RowBitmasks:
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
     def select(self, rows: Sequence[int], *, renumber: bool = False) -> "RowBitmasks | None":
-        """Select the masks of `rows`. With `renumber`, `members` become indices into `rows`."""
+        """Return the masks of `rows`. With `renumber`, `members` of the result index `rows`."""
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
         if not kept:
@@ -73,7 +73,7 @@ class PendingBitmask:
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> "PendingBitmask":
-        """`wait` returns the bitmask and is called once. Rows with a mask of wrong size fail."""
+        """`wait` returns the bitmask, and is called once. Rows whose mask has a wrong size fail."""
         bitmask = cache(wait)
 
         def read_rows() -> dict[int, list[bytes | None]]:

@@ -1,9 +1,9 @@
 """Capture and replay steps as CUDA graphs, one graph for each size of steps (`StepShape`).
 
 A GPU runs sixty layers several times faster than a host launches the layers kernel by kernel. A
-replay reads slots and token counts from a fixed buffer and everything else from the request state.
-The host therefore sends a few integers and one launch per step, while the previous step still runs.
-A step is padded to the next captured shape of its kind:
+replay reads slots and token counts from a fixed buffer, and all other inputs from the request
+state. The host therefore sends a few integers and one launch per step, while the previous step
+still runs. A step is padded to the next captured shape of its kind:
 
     kind     shape                    captured work
     rows     (n, n, 1)                decodes: the whole step, from input tokens to sampled tokens
@@ -13,8 +13,8 @@ A step is padded to the next captured shape of its kind:
     tokens   (T, seqs, T)             any batch: all layers without sampling; the device computes
                                       the query tiles of attention
 
-Graphs of the kinds `rows` and `drafts` include the proposer. If a row has fewer than k drafts, the
-padding follows the tokens of all rows.
+Graphs of the kinds `rows` and `drafts` include the proposer. If rows have fewer than k drafts,
+padding fills the end of the batch, not of each row.
 """
 
 import time
@@ -212,7 +212,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Return inputs to resample a replayed step, and restore the step's overwritten drafts."""
+        """Restore the drafts of a replayed step, and return inputs to sample the step again."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -226,16 +226,16 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Resample rows with a small top_k. With a proposer, the replay has done the resampling."""
+        """Resample rows with a small top_k. Graphs with a proposer have already done this."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape) -> Tensor:
-        """Return the step's drafts [rows, drafts] int64, which `finish` reads again."""
+        """Return the step's drafts [rows, drafts] int64. `finish` reads this buffer again."""
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:
-        """Verify and propose again after a replay whose sampled tokens are replaced."""
+        """Replace the sampled tokens of a replay by `token_ids`, then verify and propose again."""
         self.buffers.token_ids[: len(token_ids)].copy_(token_ids)
         if self._proposer is not None:
             self._graphs[shape][1].replay()
@@ -335,7 +335,7 @@ class StepGraphs:
         self._store(shape, self._drawn(shape, self.buffers.token_ids[: shape.num_tokens]))
 
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
-        """Sample the rows with a small top_k. Other rows keep the tokens `otherwise`."""
+        """Return sampled tokens for rows with a small top_k, and `otherwise` for other rows."""
         logits = self.buffers.logits[: shape.num_tokens]
         token_ids: Tensor = self._draw_leading(
             logits, self._get_sampling(shape), otherwise=otherwise, **self._shard
@@ -343,7 +343,7 @@ class StepGraphs:
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """Verify the step's drafts and propose new drafts. Callers may repeat this call."""
+        """Verify the step's drafts and propose new drafts. Repeated calls are allowed."""
         if self._verifier is None:
             return
         num_tokens, num_seqs = shape[:2]
@@ -391,7 +391,7 @@ class StepGraphs:
         return self._columns[first : first + shape.num_seqs]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
-        """Describe each token as a decode. The tokens of a row with drafts form a run."""
+        """Describe each token as a decode, and the tokens of each row with drafts as a run."""
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
         seq_lens, _, active = self._words_of(shape)
         runs = None
@@ -428,6 +428,6 @@ class StepGraphs:
 
 
 def _widths(shape: StepShape) -> list[int]:
-    """Return the widths of the `StepColumns` and of the token count, whose width is 1."""
+    """Return the widths of all `StepColumns`, then the width of the token count, which is 1."""
     num_tokens, num_seqs = shape[:2]
     return [num_tokens, num_seqs, num_tokens, num_seqs, num_seqs + 1, 1]

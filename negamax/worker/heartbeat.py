@@ -21,7 +21,7 @@ LOST_SECONDS = 2.0
 
 
 class RankHeartbeat:
-    """Writes the rank's row of `beats`. A number in the last row of `beats` aborts all waits."""
+    """Writes the rank's row of `beats`. All waits end if the last row of `beats` is not 0."""
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank

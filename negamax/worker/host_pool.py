@@ -7,8 +7,8 @@ pending loads of blocks that it uses. These waits prevent steps from reading inc
 host does not wait for copies.
 
 A host block has the data of one KV block in all caches. Copies pass through a staging buffer on the
-device. Each plan needs one gather or scatter per kind of cache, and one transfer per run of
-adjacent host blocks.
+device. For each plan, the device runs one gather or scatter per kind of cache, and one transfer per
+run of adjacent host blocks.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Progress of the loads of all plans before a launch. Any thread may read this progress."""
+    """Progress of the loads of all plans up to a launch. Any thread may read this progress."""
 
     loaded_step: int  # all loads of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # copies of the plans after `loaded_step`, in plan order
@@ -71,7 +71,7 @@ class LoadProgress:
         return loaded_step
 
     def report_files(self) -> FileProgress | None:
-        """Return `FileStore.report`. The step that sends this report must not fail afterwards."""
+        """Return `FileStore.report`. The caller's step must not fail before this report is sent."""
         return None if self.files is None else self.files.report()
 
     @property
@@ -245,7 +245,7 @@ def view_blocks(caches: list[KvCaches]) -> list[Tensor]:
 
 
 def _find_runs(places: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield (slice of indices, slice of blocks) for each run of consecutive numbers in `places`."""
+    """For each run of consecutive `places`, yield the slice of indices and the slice of blocks."""
     ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     for first, stop in pairwise(ends):
         yield slice(first, stop), slice(places[first], places[first] + stop - first)

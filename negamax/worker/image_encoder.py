@@ -2,7 +2,7 @@
 
 Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
 image, ranks that did not encode the image add zeros, so the sum over ranks is exact. With prefill
-context parallelism, all ranks with the weights of the encoding rank get the image rows.
+context parallelism, all ranks with the same weights as the encoding rank get the rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ class ImageEncoder:
     def place_rows(
         self, runs: Sequence[ImageRun], columns: StepColumns, num_tokens: int
     ) -> ImageRows:
-        """Return on the device the image row of each of the `num_tokens` tokens of an eager step.
+        """Return the image rows of an eager step's `num_tokens` tokens, as a tensor on the device.
         The tokens are those of `columns`, or padding.
         """
         found = self.find_rows(runs, columns)
@@ -147,8 +147,8 @@ class ImageEncoder:
         return patches * (spec.hidden_size * item + 2 * 4 * spec.head_dim)
 
     def _split(self, jobs: list[EncodeJob]) -> Iterator[list[EncodeJob]]:
-        """Split images into runs of the tower, to bound the memory. An image that is encoded in
-        parts runs alone. If results must not depend on the batch, each image runs alone.
+        """Group images into runs of the tower, to limit the memory of each run. An image that is
+        encoded in parts runs alone. If results must not depend on the batch, each image runs alone.
         """
         most = 0 if self._runtime.is_batch_invariant else _RUN_TOKENS
         run, size = list[EncodeJob](), 0
@@ -169,7 +169,7 @@ class ImageEncoder:
         return job.grid[0] * job.grid[1] // self._spec.patches_per_token
 
     def _encode(self, jobs: list[EncodeJob]) -> None:
-        """Run the same parts of the tower for all `jobs`. The last part stores the embeddings."""
+        """Run the parts `jobs[0].parts` of the tower for all `jobs`. The last part stores rows."""
         state = self._partial if jobs[0].parts[0] else self._tower.start(self._load(jobs))
         if state is None:
             return  # an earlier part failed

@@ -35,7 +35,7 @@ ALIGNMENT = 512  # Alignment in bytes of each layer's cache in one allocation; k
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
-    """Refuse an FP8 cache if `skipped` reports KV scales for int8 in the checkpoint."""
+    """Refuse an FP8 cache if `skipped` shows that the checkpoint has scales of int8 KV caches."""
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
             "--kv-cache-dtype is fp8, but the checkpoint has scales for an int8 KV cache",
@@ -55,7 +55,7 @@ def allocate(
 ) -> list[KvCaches]:
     """Allocate zeroed caches [num_blocks, heads, block_size, width] of every layer, in the dtype of
     the cache's specification or else in `dtype`. Caches with equal specifications share an
-    allocation. With `shared`, all layers share one cache.
+    allocation. With `shared`, layers with equal specifications share one cache.
     """
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}
@@ -99,8 +99,8 @@ def choose_blocks(
     device: torch.device,
 ) -> int:
     """Return how many KV blocks this rank can store. `dtype` is the default dtype of caches.
-    `workspace` and `encoding` are the GPU bytes of a step and of the encoding of the largest image.
-    An image that is encoded in parts takes `partial` bytes between steps.
+    `workspace`: GPU bytes of a step. `encoding`: GPU bytes to encode the largest image. An image
+    that is encoded in parts takes `partial` bytes between steps.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks

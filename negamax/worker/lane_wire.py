@@ -14,8 +14,8 @@ class HeadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Asks a lane to send heads of host blocks. The reply is b"" or an error text, then a frame for
-    each range: [blocks, layers, heads, words] int64.
+    """Asks a lane to send heads of host blocks. The reply is an error text (b"": no error),
+    followed by a frame for each range: [blocks, layers, heads, words] int64.
     """
 
     places: list[int]  # indices of the host blocks to send
@@ -24,7 +24,7 @@ class ReadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
 
 class KindLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Address of a kind of cache in a lane's memory: [blocks, layers, heads, words] int64."""
+    """Address of one kind of cache in a lane's memory, [blocks, layers, heads, words] int64."""
 
     address: int
     shape: tuple[int, int, int, int]

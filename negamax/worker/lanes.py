@@ -2,8 +2,8 @@
 engines on request, and fills host blocks with blocks of other engines. Lanes do not access the GPU,
 because plans copy between KV blocks and host blocks.
 
-A rank reads the heads that it needs from each rank of the other engine, which may have another
-tensor-parallel size. One thread answers reads of other engines, and another thread runs imports.
+The other engine may have another tensor-parallel size. A rank reads each needed head from a rank
+that stores the head. One thread answers reads of other engines, and another thread runs imports.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Lane:
 def plan_reads(
     kinds: Sequence[HostKind], *, rank: int, ranks: int, peers: int
 ) -> dict[int, list[HeadCopy]]:
-    """Return the heads that `rank` of `ranks` reads from each of the `peers` ranks of another
-    engine. Each head is read once.
+    """Map ranks of another engine with `peers` ranks to the heads that `rank`, one of this engine's
+    `ranks` ranks, reads from them. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
     first = rank * peers // ranks  # ranks that read the same head start at different peers
@@ -200,8 +200,8 @@ class TcpMover:
         places: list[int],
         command: wire.ImportBlocks,
     ) -> None:
-        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. A call that raised
-        `LaneError` writes no more blocks.
+        """Fill the heads `parts` of the host blocks `places` from the lane at `endpoint`. A call
+        that fails with `LaneError` does not write blocks afterwards.
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
@@ -238,7 +238,7 @@ class TcpMover:
         self._sockets[endpoint][0].send(wire.encode(message))
 
     def receive(self, endpoint: str) -> list[zmq.Frame]:
-        """Return the frames of the next reply, without its status. Raises `LaneError`."""
+        """Return the frames of the next reply after its status frame. Raises `LaneError`."""
         socket, monitor = self._sockets[endpoint]
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)

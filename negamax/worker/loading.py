@@ -77,7 +77,7 @@ def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig)
 
 
 def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str) -> Progress:
-    """Return a progress display for work that every rank does."""
+    """Return a display of this rank's progress in work that every rank does."""
     rank = config.layout.rank if config.layout.world_size > 1 else None
     return Progress(what, unit=unit, enabled=config.show_progress, rank=rank)
 

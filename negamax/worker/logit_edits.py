@@ -37,7 +37,7 @@ class LogitEdit(Protocol):
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return the function that edits a row with `params`; called once per row."""
+        """Return a function that edits the logits of a row with `params`. Called once per row."""
 
 
 class Penalties:
@@ -107,7 +107,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: in rows without a grammar bitmask, forbids tokens that end a sequence."""
+    """For `min_tokens`, forbids tokens that end a sequence, unless a row has a grammar bitmask."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:

@@ -1,10 +1,10 @@
 """Propose draft tokens by prompt lookup (method `ngram`): find an earlier occurrence of a
 sequence's last tokens, and propose the tokens after this occurrence.
 
-The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. Each
-compared token takes about 3 passes over the last `SEARCHED_TOKENS` tokens, so the cost per sequence
-has a constant bound. On a CPU, the search is also limited to the longest sequence of the step. A
-hash table of n-grams would miss the tokens of cached prefixes, because no step runs these tokens.
+The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. For
+each compared token, the search makes about 3 passes over the last `SEARCHED_TOKENS` tokens, so the
+cost per sequence has a constant bound. On a CPU, the step's longest sequence also limits the
+search. A hash table of n-grams would miss cached prefixes, because no step runs their tokens.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs NIXL.
 
-The memory of all host blocks is registered once. With equal tensor-parallel sizes, a descriptor
-covers a block's layers in one kind of cache; with unequal sizes, a descriptor covers one layer.
+The memory of all host blocks is registered once. If both engines have equal tensor-parallel sizes,
+a descriptor covers a block's layers in one kind of cache. Otherwise, it covers one layer.
 """
 
 import time
@@ -116,8 +116,8 @@ class NixlMover:
 def _describe_heads(
     layout: wire.KindLayout, places: list[int], first: int, count: int
 ) -> NDArray[np.uint64]:
-    """Return (address, bytes, device) of `count` heads from `first` on for each block and layer,
-    [blocks * layers, 3] uint64.
+    """For each block and layer, return (address, bytes, device) of `count` heads from `first` on,
+    as [blocks * layers, 3] uint64.
     """
     _, layers, heads, words = layout.shape
     rows = np.add.outer(np.array(places) * layers, np.arange(layers)).reshape(-1)

@@ -76,7 +76,7 @@ class ConnectionLimit:
         )
 
     def apply(self) -> list[tuple[int, int]]:
-        """Close connections above the limit. Return the socket's new (event, value) pairs."""
+        """Close connections above the limit. Return the new (event, value) pairs of the monitor."""
         events = []
         while self._monitor.poll(0):
             message = parse_monitor_message(self._monitor.recv_multipart())

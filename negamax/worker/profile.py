@@ -1,4 +1,4 @@
-"""Measure the memory of the largest prefill step, in addition to weights and caches."""
+"""Measure the memory that the largest prefill step needs in addition to weights and caches."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TILE = 256  # Number of positions whose logits are computed at a time, to bound 
 def score_prompts(
     model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, requests: RequestState
 ) -> dict[int, list[LogprobEntries]]:
-    """Compute the prompt log-probabilities that rows request, from `hidden` [T, hidden]."""
+    """From `hidden` [T, hidden], compute the prompt log-probabilities that requests ask for."""
     if not requests.prompt_logprob_slots:
         return {}
     found: dict[int, list[LogprobEntries]] = {}

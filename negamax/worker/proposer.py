@@ -39,7 +39,7 @@ class TokenStates:
 
 
 class DraftRows(NamedTuple):
-    """R rows that need drafts. A row has `lengths` known tokens; the last token has no KV yet."""
+    """R rows that need drafts. The last of a row's `lengths` known tokens has no KV yet."""
 
     slots: Tensor  # [R] int64, slot of each row
     lengths: Tensor  # [R] int64, number of tokens of each row including the bonus token
@@ -69,12 +69,12 @@ class Proposer:
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Return draft tokens [R, num_tokens] int64 for R `rows`. A missing token and all tokens
-        after it are -1. `propose` runs after every step, so that the proposer's caches receive
-        every token. `propose` must not wait for the device, because graphs capture the call. During
-        a capture, the host does not have the sequence lengths (`AttentionMetadata.is_captured`).
-        `states` is valid until the call returns. Padding rows have slot `requests.padding_slot`. A
-        slot's block table ends with padding blocks.
+        """Return draft tokens [R, num_tokens] int64 for R `rows`. If a row gets fewer tokens, the
+        rest of the row is -1. `propose` runs after every step, so that the proposer's caches
+        receive every token. `propose` must not wait for the device, because graphs capture the
+        call. During a capture, the host does not have the sequence lengths
+        (`AttentionMetadata.is_captured`). `states` is valid until the call returns. Padding rows
+        have slot `requests.padding_slot`. A slot's block table ends with padding blocks.
         """
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ GrammarBitmask. The first byte of a frame with a plan, a bitmask or a command is
 frame stops the rank. The rank answers with a WorkerReady or a RankFailed, then with one DebugResult
 per command.
 
-The first of the ranks that run a plan sends the StepResult to the results socket. Other ranks send
+Of the ranks that run a plan, one sends the StepResult to the results socket. Other ranks send
 RowFailures and FileProgress. A separate thread waits for the device, so that the next plan can be
 launched meanwhile. Another thread writes heartbeats (`worker.heartbeat`).
 """
@@ -74,7 +74,7 @@ RankReport = RankReady | RankFailed
 
 
 class _Stopped(BaseException):
-    """The executor has requested a stop in the middle of a step."""
+    """Raised when the executor requests a stop in the middle of a step."""
 
 
 def main(endpoint: str, rank: int) -> int:
@@ -152,7 +152,7 @@ class _StepServer:
     def __init__(
         self, worker: Worker, socket: Socket, reports: Socket, sender: _ResultSender | None
     ) -> None:
-        """`sender`: sends results; None: the rank sends only `reports`."""
+        """`sender` sends the results. If `sender` is None, the rank sends only `reports`."""
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
         self._reports, self._sender = reports, sender
@@ -220,7 +220,7 @@ class _ResultSender:
         self._outcomes.put(outcome)
 
     def finish(self) -> None:
-        """Wait until all outputs are sent or waits are aborted."""
+        """Wait until all outputs are sent, or until the heartbeat aborts all waits."""
         self._outcomes.put(None)
         while self._thread.is_alive() and not self._heartbeat.is_aborted:
             self._thread.join(0.1)

@@ -116,7 +116,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Add launched tokens to the bounds of computed tokens, one fewer in `postponed` rows."""
+        """Add launched tokens to the bounds of computed tokens, minus one in `postponed` rows."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -125,7 +125,7 @@ class RequestState:
         self, plan: StepPlan, num_accepted: Mapping[int, int], reassigned: Container[int] = ()
     ) -> None:
         """Lower the bounds of computed tokens by the rejected drafts of `plan`. Skip slots that now
-        belong to other requests: `reassigned` slots, and slots without unverified drafts.
+        belong to other requests, which are `reassigned` slots and slots without unverified drafts.
         """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
             slot = plan.slots[row]
@@ -138,7 +138,7 @@ class RequestState:
         return not self._unverified[slots].any()
 
     def restore_lengths(self) -> None:
-        """Undo a failed CPU step: reset the lengths to the bounds, which are exact on a CPU."""
+        """After a failed CPU step, reset the lengths to the bounds, which are exact on a CPU."""
         self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:
@@ -160,7 +160,7 @@ class RequestState:
         return state
 
     def needs_all_logits(self, slot: int) -> bool:
-        """Whether sampling a row needs all of its logits on one rank."""
+        """Whether a rank needs all logits of the row in `slot` to sample this row."""
         return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
     def set_padding_block(self, block: int) -> None:
@@ -210,7 +210,7 @@ class RequestState:
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record how the row is sampled, which depends only on the plan, so all ranks agree."""
+        """Record how to sample the row. Only the plan decides this, so all ranks agree."""
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
         is_drawn = params.temperature > 0.0

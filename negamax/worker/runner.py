@@ -183,7 +183,7 @@ class ModelRunner:
         return num_blocks
 
     def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
-        """Allocate equally many host blocks on every rank; None if host blocks are disabled."""
+        """Allocate the same number of host blocks on every rank. Return None if disabled."""
         config, device = self.config, self.device
         if not config.has_host_blocks:
             return None
@@ -207,7 +207,7 @@ class ModelRunner:
         return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile eager steps and capture common steps. Return graphs, if any, and a log text."""
+        """Compile eager steps and capture common steps. Return graphs or None, and a log text."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
@@ -244,7 +244,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU, also select a new stream, because graphs need one."""
+    """Return this rank's device. On a GPU, also select a non-default stream, which graphs need."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())

@@ -1,7 +1,7 @@
 """Sample one token per row from its logits and parameters.
 
-Rare features cost time only for rows that use these features. No function waits for the device:
-copies to the host may be in flight when a function returns.
+Rare features cost time only for rows that use these features. No function waits for the device, so
+copies to the host may still run when a function returns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class LogprobEntries:
     """Log-probabilities of N sampled tokens and their top alternatives, copied to the host."""
 
     def __init__(self, logprobs: Tensor, token_ids: Tensor, *, num_top: Sequence[int]) -> None:
-        """logprobs [N, V] fp32, token_ids [N] int64. Row i reports num_top[i] alternatives."""
+        """logprobs [N, V] fp32, token_ids [N] int64. Row i gets num_top[i] alternatives."""
         self._num_top = num_top
         described = ops.token_logprobs(
             logprobs, token_ids.clamp_min(0), num_top=min(max(num_top), logprobs.shape[1])
@@ -59,10 +59,10 @@ class Sampled:
 
 class Sampler:
     """Samples from logits that are split over the ranks of `group`. With `on_shards`, ranks
-    exchange a value and an index for a row without filters. For a row with a small top_k, ranks
-    exchange the tokens with the largest logits. Every rank gathers the whole logits for rows with
-    edits, log-probabilities or filters other than a small top_k. Without `on_shards`, every rank
-    gathers the logits of all rows. Log-probabilities are computed before edits and masks.
+    exchange one value and one index for each row without filters. For a row with a small top_k,
+    ranks exchange the tokens with the largest logits. Every rank gathers the whole logits for rows
+    with edits, log-probabilities or filters other than a small top_k. Without `on_shards`, every
+    rank gathers the logits of all rows. Log-probabilities are computed before edits and masks.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Sampler:
         return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
     def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:
-        """Launch all kernels that sampling from `logits` may use, for warmup on padding rows."""
+        """As a warmup on padding rows, launch all kernels that sampling from `logits` may use."""
         rows, shard = self._get_rows(inputs), self._shard
         picked = self._kernels[PICK].run(logits, rows, **shard)
         self._kernels[DRAW_LEADING].run(logits, rows, otherwise=picked, **shard)
@@ -180,8 +180,8 @@ class Sampler:
     def _draws(
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sample `members` (with filters) in two groups: rows with a small top_k from a fixed
-        number of candidates, other rows from all logits. Separate kernels sample the groups.
+        """Sample the rows `members` in two groups. Rows with a small top_k use a fixed number of
+        candidates, and other rows use all logits. Separate kernels sample the groups.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}
@@ -229,7 +229,7 @@ def _edit(
     requests: RequestState,
     is_masked: bool,
 ) -> None:
-    """Edit `logits` [V] of one row. `position` [] int64 of the new token is at most `bound`."""
+    """Edit `logits` [V] of one row. `position`: new token's position, [] int64, at most `bound`."""
     state = requests.state(slot)
     outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)

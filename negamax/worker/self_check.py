@@ -93,7 +93,7 @@ class SelfCheck:
 
     def run(self, model: Decoder, warm_up: Callable[[], Any] | None = None) -> str:
         """Check the loaded `model`, and return a line for the log. Every rank must call `run`.
-        Raises `ConfigError` with the wrong ops and the rank, after all ranks have compared.
+        After all ranks have compared, raises `ConfigError` with the wrong ops and the rank.
         """
         layers = _choose_layers(model.layers)
         if warm_up is not None:
@@ -267,7 +267,7 @@ def _choose_layers(layers: Sequence[DecoderLayer]) -> list[int]:
 
 
 def _compare(one: _Result, other: _Result) -> float:
-    """Return the relative error of a result, or the largest difference of scores for routers."""
+    """Return the relative error of a result. For routers, return the largest score difference."""
     if other.scores is None:
         size = other.value.float().norm().clamp_min(1e-30)
         return float((one.value.float() - other.value.float()).norm() / size)

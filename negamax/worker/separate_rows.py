@@ -49,7 +49,7 @@ def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) ->
 
 
 def _by_row(results: list[dict[int, Value]]) -> dict[int, Value]:
-    """Merge dictionaries of one-row results, whose key is 0, to a dictionary by row of the plan."""
+    """Merge results of single rows, which have the key 0, to a dictionary by row of the plan."""
     return {row: result[0] for row, result in enumerate(results) if 0 in result}
 
 

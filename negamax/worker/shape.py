@@ -48,7 +48,7 @@ def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str
 
 
 def _list_formats(slots: Mapping[str, WeightSlot]) -> dict[str, str]:
-    """Return the formats of matrices in memory, by the last part of the module name."""
+    """Map the last part of each module name to the formats of the module's matrices in memory."""
     found: dict[str, dict[str, None]] = {}
     for slot in slots.values():
         module, _, values = slot.name.rpartition(".")

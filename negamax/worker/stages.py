@@ -30,7 +30,7 @@ from negamax.worker.verify import SampledRows, Verification
 
 @dataclass
 class _Expected:
-    """A step whose results this stage will receive: S samples of R rows."""
+    """A step whose results (S samples of R rows) this stage will receive."""
 
     plan: StepPlan
     slots: list[int]  # [S] slot of each sample
@@ -52,7 +52,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Entering:
-    """Inputs of a stage for T tokens. Each rank of the stage receives the stream of P tokens."""
+    """Inputs of a stage for T tokens. Each rank of the stage receives a part of the tokens."""
 
     # this rank's part of the residual stream [T, width]; None on the first stage
     stream: Tensor | None
@@ -106,7 +106,7 @@ class Stage:
         is_padding: bool = False,
     ) -> Entering:
         """Receive the stage's inputs, into `out` and `captured` if given. If ranks split the
-        stream, rows that other ranks receive are zeros. Nothing is received if `is_padding`.
+        stream, the rows of other ranks are zeros. With `is_padding`, receive nothing.
         """
         if self._links.previous is None:
             return Entering(None, [])
@@ -138,8 +138,8 @@ class Stage:
         return Entering(out, streams)
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
-        """Send copies of the stage's output stream and of the streams for a draft model
-        (`entered.captured` and this stage's `captured`). Each stream is [T, width].
+        """Send copies of the stage's output `hidden`, and of the streams that a draft model reads,
+        which are `entered.captured` and this stage's `captured`. Each stream is [T, width].
         """
         if self._links.next is None:
             return
@@ -156,8 +156,8 @@ class Stage:
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
     def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
-        """Send results from the last stage: sampled tokens [S] int64, numbers of accepted drafts
-        [R] int64 if the step has drafts, and new drafts [R, plan.num_proposed].
+        """Send the last stage's results: sampled tokens [S] int64, numbers of accepted drafts [R]
+        int64 (if the step has drafts), and new drafts [R, plan.num_proposed].
         """
         if not self._links.sampled:
             return
@@ -170,7 +170,7 @@ class Stage:
             link.send(message)
 
     def post(self) -> None:
-        """Start to receive all expected results. A sending GPU spins until its peer receives."""
+        """Start to receive all expected results, as a sending GPU spins until its peer receives."""
         for step in self._expected:
             self._receive(step)
 

@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Executed:
-    """Outputs of the layers. On the last stage, `hidden` has rows for all shards."""
+    """Outputs of the layers. On the last stage, `hidden` has the rows of all token shards."""
 
     began: torch.cuda.Event | None
     hidden: Tensor  # [T or more, hidden] output of the layers; rows after T are padding

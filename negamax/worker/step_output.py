@@ -24,7 +24,7 @@ class StepTimes:
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """Return the step's seconds and the GPU's idle seconds before it, even without requests."""
+        """Return the step's seconds, and the GPU's idle seconds before (even without requests)."""
         self.ended.synchronize()  # host-sync: a step without outputs waits only here
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
@@ -100,7 +100,7 @@ class StepOutput:
 def complete(
     output: StepOutput | StepResult, counts: HostTensor | None, loads: LoadProgress | None
 ) -> StepOutput | StepResult:
-    """Add expert `counts` [layers, experts] int64 and the progress of `loads` to `output`."""
+    """Add selection `counts` [layers, experts] int64 and the progress of `loads` to `output`."""
     if not isinstance(output, StepResult):
         return replace(output, expert_counts=counts, loads=loads)
     if counts is not None:

@@ -1,9 +1,9 @@
-"""Before the first request, measure the times of captured steps by numbers of rows and drafts. The
-engine uses the measured times to choose the draft length (scheduler/draft_length.py).
+"""Before the first request, measure the times of captured steps with different numbers of rows and
+drafts. The engine uses the measured times to choose the draft length (scheduler/draft_length.py).
 
 Measured rows have no context and start with random tokens, which use as many experts as real
-requests. Longer contexts slow down steps of similar size equally. The engine adjusts the measured
-times to the context lengths of real requests.
+requests. Longer contexts slow down steps of similar size by about the same factor. The engine
+adjusts the measured times to the context lengths of real requests.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ REPEATS = 3  # number of timed replays per captured step, after one warmup
 def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
-    """Measure step times for each number of drafts. Return () without graphs, adaptive draft
-    lengths or GPU events. No slot may be in use, and all ranks must call this function.
+    """Measure step times for each number of drafts. Return () if graphs, adaptive draft lengths or
+    GPU events are missing. No slot may be in use, and all ranks must call this function.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:

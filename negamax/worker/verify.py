@@ -35,7 +35,7 @@ class VerifiedRows(NamedTuple):
 @dataclass(frozen=True)
 class Verifier:
     """Counts accepted drafts, sets row lengths and proposes new drafts. Eager steps use PyTorch
-    ops, as their index tensors have many alignments, for which Triton would compile many kernels.
+    ops. Their index tensors have many alignments, so Triton would compile many kernels.
     """
 
     proposer: Proposer
@@ -55,8 +55,8 @@ class Verifier:
     ) -> None:
         """Verify `drafts` [R, K] against `sampled` [S], then propose `num_proposed` tokens per row.
 
-        `drafts` is None if the step has no drafts. `out` is filled with three [R] int64: accepted
-        drafts, known tokens after the step, index in the step of the last accepted token.
+        `drafts` is None if the step has no drafts. `out` receives three [R] int64: accepted drafts,
+        known tokens after the step, and the last accepted token's index in the step.
         """
         accepted, lengths, ends = out
         if drafts is None or sampled is None:
@@ -112,13 +112,13 @@ class Verification:
         return cls(SampledRows.of(plan), HostTensor(accepted), host_drafts)
 
     def accepted(self) -> dict[int, int]:
-        """Wait for the device. Return numbers of accepted drafts by row, for rows with drafts."""
+        """Wait for the device. Map each row that has drafts to its number of accepted drafts."""
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)
         columns = zip(rows, num_drafts, self.num_accepted.read().tolist(), strict=True)
         return {row: accepted for row, drafts, accepted in columns if drafts}
 
     def proposed(self) -> dict[int, int]:
-        """Return row -> number of drafts, for rows of the plan with fewer drafts than planned."""
+        """Map each row of the plan that has fewer drafts than planned to its number of drafts."""
         if self.drafts is None:
             return {}
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)

@@ -37,9 +37,9 @@ class Worker:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
         """Run one plan. On a GPU, `launch` enqueues the step and returns. The bitmask of grammar
-        rows is awaited after the model and before sampling. `errors` of the result contains the
-        failed rows of a step that succeeds. On a GPU, an exception of the model fails the whole
-        step. Raises `EngineDeadError` if another rank is dead.
+        rows is awaited after the model and before sampling. If a step succeeds, `errors` of the
+        result contains its failed rows. On a GPU, an exception of the model fails the whole step.
+        Raises `EngineDeadError` if another rank is dead.
         """
         runner, requests = self.runner, self.runner.requests
         self._lower_bounds(runner.stage.begin(plan))
@@ -68,7 +68,7 @@ class Worker:
         return complete(output, expert_counts, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Lower the bounds of computed tokens by the rejected drafts of all steps but the last."""
+        """Subtract rejected drafts of all steps but the last from the bounds of computed tokens."""
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
         settled = self._num_steps - self.runner.runtime.is_asynchronous
@@ -78,7 +78,7 @@ class Worker:
             self.runner.requests.lower_bounds(step.plan, accepted, step.reassigned)
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput | StepResult:
-        """Run the step as a batch. If a batch fails on a lone CPU rank, run the rows one by one."""
+        """Run the step as a batch. If it fails on a single CPU rank, run its rows one by one."""
         runner, requests = self.runner, self.runner.requests
         layout, is_lazy = runner.config.layout, runner.runtime.is_asynchronous
         has_others = plan.of_all is not None or layout.pp > 1 or layout.cp > 1
@@ -116,7 +116,7 @@ class Worker:
         return self.runner.requests.take_failures()
 
     def take_file_progress(self, output: StepOutput | StepResult) -> FileProgress | None:
-        """Return the progress of file copies at a step, for a rank that sends no results."""
+        """Return the progress of file copies after a step, on a rank that sends no results."""
         if isinstance(output, StepResult):
             return output.files
         return None if output.loads is None else output.loads.report_files()
