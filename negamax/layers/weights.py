@@ -33,7 +33,7 @@ class StoredPart:
     """One checkpoint tensor of a quantized matrix, which a slot copies without conversion."""
 
     tensor: StoredTensor
-    # shape of the matrix and this rank's region of the matrix; None: shape and region of the slot
+    # shape of the matrix and this rank's region of the matrix; None: the slot's shape and region
     matrix: tuple[tuple[int, int], Region] | None = None
     # whether the slot only compares the tensor with its valid values and does not keep it
     is_compared: bool = False

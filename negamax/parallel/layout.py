@@ -125,7 +125,7 @@ class ParallelLayout:
     cp: int = 1
     dcp: int = 1  # Number of adjacent tp ranks that split one KV cache.
     partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; (): split evenly.
-    redundant_experts: int = 0  # Slots for extra expert copies per layer, on all ranks of a stage.
+    redundant_experts: int = 0  # Slots for extra expert copies per layer, summed over ranks.
     # `expert_placement`: for each layer, the initial expert of each slot; (): experts in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
     nodes: int = 1  # Number of machines, each with equally many consecutive ranks.

@@ -40,7 +40,7 @@ DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
 # Besides memory reads, a layer takes time for nine dependent kernels, per sqrt(rows), per token.
-# A batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
+# With one or two rows on one rank, a layer runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no ROW_SECONDS.
 # Sums of up to SMALL_SUM_TOKENS tokens, larger sums and gathers reach `*_SHARE` of link bandwidth.

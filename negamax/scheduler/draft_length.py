@@ -236,7 +236,7 @@ class AdaptiveDraftLength:
             self._chosen, self._chosen_for = scores.index(max(scores)), size
         if self._num_steps >= self._tried_at + STEPS_PER_CHOICE:
             self._tried_at = self._num_steps
-            # while prompts make times unusable, trials of other lengths yield little information
+            # if prompts make times unusable, trials of other draft lengths yield little information
             untimed = (self._num_steps - self._timed_at) % _UNTIMED_STEPS
             scores = self._scores(num_rows, tried=_TRIED if untimed < STEPS_PER_CHOICE else 0.0)
             best = scores.index(max(scores))

@@ -25,7 +25,7 @@ class SchedulerLimits:
     constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
     num_host_blocks: int = 0  # number of host blocks, the second level of the prefix cache
     num_file_blocks: int = 0  # number of KV blocks in files, the third level of the prefix cache
-    stores_new_blocks: bool = True  # whether all full blocks are stored, not only reused blocks
+    stores_new_blocks: bool = True  # whether host memory gets all full blocks, not only reused ones
     encoder_tokens: int = 0  # capacity of the encoder cache in image tokens; 0: images are refused
     num_encoders: int = 1  # number of ranks that encode images
     logs_cache_changes: bool = False  # whether `Scheduler.cache_log` records changes

@@ -205,7 +205,7 @@ class TcpMover:
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
-        )  # 8-byte words of `parts` in one block
+        )  # number of 8-byte words of `parts` in one block
         size = max(1, wire.PIECE_BYTES // (8 * words))
         pieces = [slice(first, first + size) for first in range(0, len(places), size)]
         ranges = [

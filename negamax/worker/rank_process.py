@@ -109,7 +109,7 @@ def main(endpoint: str, rank: int) -> int:
             # Wait until the executor ends this rank. An earlier exit would be reported as a crash.
             socket.recv()
             return error.exit_code
-        # exclude all current objects from garbage collection, as they live as long as the process
+        # garbage collection can skip all current objects, which live as long as the process
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         sender = None

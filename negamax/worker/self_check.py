@@ -52,7 +52,7 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 _NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens; decodes; cached tokens per decode
-_EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2  # extra error allowed for 8-bit GEMMs, FP8 cache
+_EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2  # extra error allowed for 8-bit GEMMs; FP8 cache
 _MOST_LISTED = 3  # maximum number of differences in an error message
 
 

@@ -77,7 +77,7 @@ class StepRunner:
         self._verifier = None
         if runner.proposer is not None and self._stage.is_last:
             self._verifier = Verifier(runner.proposer, runner.requests)
-        self._ended: torch.cuda.Event | None = None  # recorded at the end of the previous step
+        self._ended: torch.cuda.Event | None = None  # event at the end of the previous step
 
     def run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """Launch the step of `plan`, whose new rows are already in the request state."""

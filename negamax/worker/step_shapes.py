@@ -20,7 +20,7 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     max_query_len: int  # maximum tokens of one sequence
-    is_sampled: bool  # whether the graph samples after every token; False: only layers
+    is_sampled: bool  # whether the graph samples after every token; False: it runs only layers
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_drafts: int) -> "StepShape":

@@ -34,7 +34,7 @@ class ThoughtSigner:
         ).decode()
 
     def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
-        """Return the thought within `signature` and the thought's size, at most `max_bytes` + 1.
+        """Return the thought within `signature` and its size, counted up to `max_bytes` + 1.
 
         The thought is None if the signature has no thought or comes from another model.
         """

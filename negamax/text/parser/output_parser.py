@@ -39,7 +39,7 @@ from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer, TagPa
 from negamax.text.parser.text_channel import TextChannel
 from negamax.text.stop_strings import StopMatcher, StoppableText
 
-# Tags that confirm that the preceding call opener begins a block.
+# One of these tags after a call opener confirms that the opener begins a block.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
 # Another family's closing think tag ends the reasoning if one of these tags follows.
@@ -209,7 +209,7 @@ class OutputParser:
             case TagKind.LOOSE_BLOCK_OPEN:
                 self._opener, self._opener_is_loose = [lexeme.text], True
             case TagKind.BLOCK_CLOSE:
-                if not self._is_after_block:  # drop a repeated closing tag
+                if not self._is_after_block:  # after a block, drop the repeated tag
                     self._write(lexeme.text)
             case TagKind.INVOKE_OPEN:
                 self._take_bare_invoke(lexeme)

@@ -111,7 +111,7 @@ class PacedPackets:
         """Add the events of an output at `now` (monotonic seconds), and return events to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # all held text is from this `push`
+        if out or not was_holding:  # this call of `push` received all held text
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now
