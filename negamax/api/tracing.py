@@ -81,7 +81,7 @@ class RequestTracer:
         self._failed = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        offset = time.time_ns() - int(time.monotonic() * 1e9)  # Unix minus monotonic time, in ns.
+        offset = time.time_ns() - int(time.monotonic() * 1e9)  # Unix time minus monotonic time (ns)
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
         span = self._tracer.start_span(

@@ -12,7 +12,7 @@ from negamax.api.http.unpacking import Unpacker
 from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # Time limit for receiving a body.
-BODIES_IN_FLIGHT = 8  # The memory for request bodies holds this number of bodies of maximum size.
+BODIES_IN_FLIGHT = 8  # Request bodies get memory for this number of bodies of maximum size.
 PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # describe the compressed body
 
 

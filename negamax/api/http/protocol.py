@@ -28,7 +28,7 @@ MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.
 _CHUNK_BYTES = 32  # Bytes for a chunk's size and line ends; `MAX_FRAMING_BYTES` excludes them.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-# Names of timers: for a head, for the rest of a body, and for a client that does not read.
+# Names of the timers for a head, for the rest of a body, and for a client that does not read.
 _HEAD, _BODY, _READER = "head", "body", "reader"
 BODY_CHANNEL = "negamax.body_channel"  # Name of the ASGI extension with the `BodyChannel`.
 
@@ -171,7 +171,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set before the app starts.
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set this before the app starts.
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 

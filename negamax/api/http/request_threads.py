@@ -94,7 +94,7 @@ class RequestThreads:
                 future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        del future, work  # A reference cycle with the error would keep the request alive.
+        del future, work  # A reference cycle through the error would keep the request in memory.
         with self._lock:
             flow.seconds += time.monotonic() - start
             self._num_free += 1

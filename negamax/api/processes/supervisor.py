@@ -55,7 +55,7 @@ class ServerSupervisor:
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
         # Child processes end if the heartbeat of this process stops.
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
-        # Latest state of each engine, which each new process receives.
+        # Each new process receives these messages, the latest state of each engine.
         self._engine_messages: dict[int, wire.EngineMessage] = {}
         self._processes: dict[int, Supervised] = {}
         self._is_ending = False

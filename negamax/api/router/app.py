@@ -59,7 +59,7 @@ _STORED_PATH = "/v1/responses"  # A response is stored only by the server that c
 # `_BLOCK_PATHS`: paths with /kv_blocks, which returns the block hashes of a prompt
 _BLOCK_PATHS = _PAIRED_PATHS | {MESSAGES_PATH, _STORED_PATH}
 _PREVIOUS = "previous_response_id"  # Only the server that stored this response has the prompt.
-_LEAST_TOKENS = 512  # The prefix of a shorter prompt is not worth a request for its blocks.
+_LEAST_TOKENS = 512  # For shorter prompts, the router does not ask servers for the prompt's blocks.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 # If both servers of a pair fail, the failure of the prefilling server arrives within this time.
 _CAUSE_SECONDS = 1.0
@@ -255,7 +255,7 @@ class RouterApp:
                     await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
                     has_begun = decode.done() and decode.exception() is None
                     has_begun = has_begun and decode.result().status not in _BUSY
-                    if decode.done() and not has_begun:  # the prefilling server may be the cause
+                    if decode.done() and not has_begun:  # a failed prefill may be the cause
                         await asyncio.wait({prefill}, timeout=_CAUSE_SECONDS)
                     answer = prefill.result() if prefill.done() else b""
                     if isinstance(answer, bytes) or (answer is None and has_begun):

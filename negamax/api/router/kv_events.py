@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 MAX_BLOCKS = 1 << 18
 _LEVELS = {KV: 1, HOST: 2, FILES: 4}
 _MOST_BYTES = 2**24  # Size limit of a message, such as the event of a prompt of 3 million tokens.
-_MOST_QUEUED = 16  # Further messages wait at the publisher.
+_MOST_QUEUED = 16  # Length of the message queue; further messages wait at the publisher.
 _MOST_READ = 100  # Messages that are read from one server before other servers get their turn.
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
 _RECONNECT_MS, _MOST_RECONNECT_MS = 100, 2_000
@@ -157,7 +157,7 @@ class _Poller:
 
     def run(self, wait_ms: int) -> None:
         for socket, _ in self._poller.poll(wait_ms):
-            if handler := self._handlers.get(socket):  # Another handler may have removed it.
+            if handler := self._handlers.get(socket):  # Another handler may remove this socket.
                 handler()
 
 

@@ -70,10 +70,10 @@ def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
         return RoutedPrompt()  # The server will refuse the body.
-    # Omit each field's last bracket or quote: `text` is then a prefix of the next turn's text.
+    # Omit each field's last bracket or quote, so that `text` is a prefix of the next turn's text.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # up to MAX_BLOCKS hashes fit per server
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # a server has MAX_BLOCKS hashes at most
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
-# `_CROSSED_SECONDS`: a request is sent again if its reused connection ends within this time.
+# Send a request again if its reused connection ends within `_CROSSED_SECONDS`.
 _CROSSED_SECONDS = 1.0
 _BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
 _BLOCKS_BYTES = 2**22  # Size limit of the answer with the blocks of a prompt.

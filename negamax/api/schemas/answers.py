@@ -91,7 +91,7 @@ class TransferParams(Struct, frozen=True, kw_only=True):
 
     do_remote_prefill: bool = False  # True if another server has computed the prompt.
     do_remote_decode: bool = False  # Keep the prompt's KV cache, because another server decodes.
-    remote_block_ids: list[Any] | None = None  # Indices of the kept KV blocks in the prompt.
+    remote_block_ids: list[Any] | None = None  # Indices, within the prompt, of the kept KV blocks.
     remote_engine_id: str | None = None  # Id of the remote engine, which has the KV blocks.
     remote_request_id: str | None = None  # Id by which the remote engine finds the kept prompt.
     remote_host: str | None = None  # Host at which the remote engine listens.

@@ -140,14 +140,14 @@ class EngineRequest(RequestModel):
     # `priority`: the scheduler runs requests with lower numbers first.
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # Time limit of the request in seconds.
-    cache_salt: str = Field(default="", max_length=256)  # Each salt has a separate prefix cache.
+    cache_salt: str = Field(default="", max_length=256)  # Only equal salts share a prefix cache.
     # `routed_dp_rank` selects the data-parallel rank; the header X-data-parallel-rank overrides it.
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
 
-    # vLLM's object for prompts whose KV blocks one server computes and another server reads.
+    # vLLM's object for remote prefill: a server computes a prompt's KV blocks, another reads them.
     kv_transfer_params: dict[str, Any] | None = None
-    # SGLang's fields for prompts that another server computes; a list has one value per prompt.
+    # SGLang's fields for remote prefill; a list has one value per prompt.
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: Room | list[Room] | None = None

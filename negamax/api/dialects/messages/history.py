@@ -17,7 +17,7 @@ from negamax.text.messages import find_image, find_text, find_thought, show_unkn
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
-# Skipped types of assistant blocks, which only the server that wrote the blocks can read.
+# Skip assistant blocks of these types, which only the server that wrote the blocks can read.
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip

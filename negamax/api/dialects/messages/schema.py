@@ -139,7 +139,7 @@ def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
 class MessagesRequest(CountRequest):
     """A request for an answer to a conversation."""
 
-    max_tokens: int = Field(ge=0)  # Limit of generated tokens; 0 only caches the prompt.
+    max_tokens: int = Field(ge=0)  # Limit of generated tokens; 0: cache the prompt and stop.
     stop_sequences: StopStrings = Field(default_factory=list)  # Texts that end the answer.
 
 
@@ -164,7 +164,7 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # The reasoning; empty in content_block_start and with display omitted.
-    signature: str  # contains the reasoning if thinking.display is 'omitted'.
+    signature: str  # The signature, which contains the reasoning if thinking.display is 'omitted'.
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
@@ -182,7 +182,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     role: str = "assistant"  # Author of the message.
     model: str  # Model name that the request used.
     content: list[ContentBlock]  # Blocks in the order of generation.
-    # stop_reason is end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
+    # `stop_reason`: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
     usage: MessageUsage  # Token counts of the prompt and the answer.
@@ -209,7 +209,7 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 
 
 class StopDelta(Struct, frozen=True):
-    # stop_reason is end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
+    # `stop_reason`: end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
 

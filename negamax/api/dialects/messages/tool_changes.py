@@ -27,7 +27,7 @@ class ToolsInEffect:
 
     shown: list[dict[str, Any]] = field(default_factory=list)  # Tools shown at the prompt's start.
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> callable tool
-    notes: dict[str, str] = field(default_factory=dict)  # path of a block -> text in the prompt
+    notes: dict[str, str] = field(default_factory=dict)  # block path -> prompt text for the block
 
 
 def read_tools(

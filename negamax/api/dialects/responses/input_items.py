@@ -11,7 +11,7 @@ from negamax.api.schemas.request_model import check_choice, describe, refuse
 MAX_PAGE = 100  # Limit of items per page, as in OpenAI's API.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# Id prefix of each item type. The server adds no `status` to items of types not listed here.
+# Id prefix of each item type. Items of other types get no `status` from the server.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -65,7 +65,7 @@ def build_page(
 
 def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
     """Return the ids of items. A missing id is built from the item's index and the response id."""
-    ids: dict[str, None] = {}  # The keys are the ids of `items`, in order.
+    ids: dict[str, None] = {}  # The keys are ids, in the order of `items`.
     for number, item in enumerate(items):
         item_id = item.get("id")
         if not isinstance(item_id, str) or not item_id or item_id in ids:

@@ -179,7 +179,7 @@ class ItemList(Struct, frozen=True, kw_only=True):
     object: str = "list"  # Type of the object.
     data: list[JsonObject]  # Input items with stable ids, and with lists of parts as content.
     first_id: str | None  # Id of the first item; null for an empty page.
-    last_id: str | None  # Id of the last item, for `after` of the next page.
+    last_id: str | None  # Id of the last item, which requests for the next page send as `after`.
     has_more: bool  # Whether more items follow this page.
 
 

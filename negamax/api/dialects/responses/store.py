@@ -40,7 +40,7 @@ class StoredTurn:
         self.total_bytes: int = self.num_bytes + (0 if parent is None else parent.total_bytes)
         own_openers = count_openers(input_items) + count_openers(output_items)
         self.total_openers: int = own_openers + (0 if parent is None else parent.total_openers)
-        self.num_users = 0  # Number of stored responses and later turns that use this turn.
+        self.num_users = 0  # Number of stored responses and of later turns that refer to this turn.
 
     def conversation(self) -> list[Item]:
         parts: list[bytes] = []
