@@ -78,7 +78,7 @@ class AgentSessions:
         answer = yield self._turn(history, pause=0.0)
         for step in steps:
             if live and answer.record.error is not None:
-                return  # end the session: there is no answer to continue with
+                return  # end the session, because the failed turn has no answer
             history = [*history, *(_live_reply(answer, step) if live else _recorded_reply(step))]
             answer = yield self._turn(history, pause=self._options.agent_pause)
 

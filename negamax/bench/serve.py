@@ -28,8 +28,8 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # Characters of two prompts that measure tokens per character.
-# `COUNTING_SERVERS` support continuous_usage_stats. /v1/models has the names in `owned_by`.
+PROBE_CHARS = (64, 4096)  # Lengths of two prompts, in characters, to measure tokens per character.
+# `COUNTING_SERVERS` have continuous_usage_stats; /v1/models shows these names as `owned_by`.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")

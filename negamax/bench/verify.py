@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 10  # Maximum attempts per request, as in MiniMax's published sui
 SHOWN_FAILURES = 5  # Maximum failures that the report shows per row.
 # `THRESHOLDS`: row -> minimum pass rate in MiniMax's suite; unlisted rows allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
-_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # keys that are not sent
+_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # fields not sent to servers
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
 _CYRILLIC = re.compile("[\u0400-\u04ff]")
 _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)

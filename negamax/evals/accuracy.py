@@ -36,7 +36,7 @@ class SuiteResult:
     dtype: str
     problems: int
     correct: int
-    formatted: int | None  # GSM8K: count of answers with the right result after the first ####
+    formatted: int | None  # GSM8K: number of answers with the right result after the first ####
     solved: str  # a character for each problem: "1": solved, "0": not solved
     digest: str  # hash of the problems
     seed: int
