@@ -20,7 +20,7 @@ from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
 _MAX_NAMED = 5  # A message lists at most this number of tensors.
-# `_SPECIAL_BITS`: exponent bits that NaN and infinity set. In E4M3FN only 0x7F and 0xFF are NaN.
+# `_SPECIAL_BITS`: bits that are 1 in NaN and infinity. In E4M3FN only 0x7F and 0xFF are NaN.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),

@@ -103,7 +103,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # Check scales in host memory: they are many small tensors that are copied unchanged.
+            # Check scales in host memory, because they are many small tensors, copied unchanged.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             check.add(looked_at if part.plain is None else part.plain, *move.entries)

@@ -30,7 +30,7 @@ THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
 GAP_BYTES = 256 * 2**10  # Parts with a gap of up to this size are read in one request.
-_ALIGNMENT = 64  # Offsets of a piece in buffer and file are equal modulo this number.
+_ALIGNMENT = 64  # A piece's offsets in the buffer and in the file are equal modulo this number.
 
 
 class Part(NamedTuple):
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     tensor: Tensor
     broken: list[BrokenScale]
     zeros: bool  # Whether all bytes of the part's values in the file are 0.
-    plain: Tensor | None = None  # The part before the loader quantized it; None: not quantized.
+    plain: Tensor | None = None  # The part before quantization; None: not quantized here.
     change: Tensor | None = None  # [] fp32, relative squared conversion error; None: no conversion
 
 

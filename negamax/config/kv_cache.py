@@ -36,7 +36,7 @@ class KvCacheSpec:
     # block, followed by the blocks b with b % n = r.
     holders: int = 1
     is_index: bool = False  # Whether the cache stores index keys of top-k block selection.
-    unread_tokens: int = 0  # Decodes of sequences up to this length skip the cache.
+    unread_tokens: int = 0  # Decodes do not read the cache for sequences of up to this length.
     most_read_tokens: int | None = None  # Maximum tokens that a decode reads; None: no limit.
 
     def local_heads(self, ranks: int) -> int:

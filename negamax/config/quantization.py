@@ -107,7 +107,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)
-    groups = [False]  # whether each open group has repeats or alternatives
+    groups = [False]  # for each open group, whether it contains repeats or alternatives
     for at, sign in enumerate(plain):
         if sign == "(":
             groups.append(False)

@@ -25,8 +25,8 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
-# `_DATA_TYPES`: data type of AutoRound -> other spellings. A spelling may end with "_rceil"
-# (rounding).
+# `_DATA_TYPES`: data type of AutoRound -> other spellings. The suffix "_rceil" (a rounding mode)
+# may follow a spelling.
 _DATA_TYPES = {
     "int": "int_sym int_asym",
     "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",

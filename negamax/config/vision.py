@@ -17,7 +17,7 @@ class VisionSpec:
     num_heads: int
     intermediate_size: int
     patch_size: int  # Height and width of a patch in pixels.
-    spatial_merge_size: int  # Patches along each side of the square that an image token covers.
+    spatial_merge_size: int  # An image token covers a square with this number of patches per side.
     temporal_patch_size: int  # Frames per patch; an image is repeated as all frames.
     projector_hidden_size: int
     text_hidden: int  # hidden size of the text model

@@ -343,7 +343,7 @@ def _check_content(destination: Path) -> None:
     """Raise `ConfigError` if `destination` contains anything except a partial conversion."""
     if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
-        # A temporary record file is allowed: its writer may have been interrupted.
+        # Allow a temporary record file, which an interrupted conversion may have left.
         found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(

@@ -14,7 +14,7 @@ RULES: tuple[str, ...] = get_args(Rule)
 # Header of a decoded image: height and width after resizing, number of pixels before resizing.
 HEADER = struct.Struct(">III")
 SIDE = 28  # One image token represents a square of 28 x 28 pixels.
-LONGEST_SIDE = 2016  # Default for rule "longest", in pixels; requests may set multiples of SIDE.
+LONGEST_SIDE = 2016  # Default of rule "longest" in pixels; requests may set multiples of SIDE.
 LONGEST_SIDES = (112, 3584)  # Minimum and maximum of max_long_side_pixel in requests.
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112
