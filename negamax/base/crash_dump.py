@@ -56,7 +56,7 @@ class CrashDumps:
         try:
             folder = default_folder() if self._folder is None else Path(self._folder)
             path = self._write(folder, reason, details=details(), error=error)
-        except Exception as problem:  # A failed write must not add an error to the crash.
+        except Exception as problem:  # Do not raise a second error if the write fails.
             logger.warning("no crash dump could be written: %r", problem)
             return None
         logger.error("a crash dump was written to %s", path)

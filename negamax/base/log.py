@@ -17,7 +17,7 @@ from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# Environment variable LEVEL:REPLICA:FORMAT that `spawn` sets for `setup_as_parent` in the child.
+# `spawn` sets this variable to LEVEL:REPLICA:FORMAT for `setup_as_parent` in the child process.
 CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 
 _KEPT_LINES = 100  # Number of recent log lines in a crash dump.

@@ -25,7 +25,7 @@ logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that closed its pipe.
-_LONGEST_LOOK_SECONDS = 1.0  # One call of `Silence.seconds` adds at most this time.
+_LONGEST_LOOK_SECONDS = 1.0  # One call of `Silence.seconds` adds at most this much silence.
 _FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; each restart doubles this time.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1

@@ -32,6 +32,6 @@ def _mend(match: re.Match[bytes]) -> bytes:
     backslashes = 0
     while start > backslashes and body[start - backslashes - 1] == _BACKSLASH:
         backslashes += 1
-    if backslashes % 2:  # The pair's first `\` is escaped, so the first half is text.
+    if backslashes % 2:  # The first `\` is escaped, so the pair's first half is plain text.
         return match[0][: len(match[0]) - len(low)] + (_REPLACEMENT if low else b"")
     return match[0] if low else _REPLACEMENT

@@ -120,7 +120,7 @@ class LLM:
         )
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
-        # Updates by request id. Any stream can run the loop, which returns updates of all requests.
+        # Updates by request id. A stream that runs the loop also gets updates of other requests.
         self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
@@ -309,7 +309,7 @@ class LLM:
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # Choices that wait until choice 0 has filled the prefix cache, by request id of choice 0.
+        # Request id of choice 0 -> choices that wait until choice 0 has filled the prefix cache.
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:

@@ -64,7 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # Bytes of a KV block in main memory, summed over ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
-    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts with others.
+    transfer: TransferInfo | None = None  # None: no exchange of prompts with other engines.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None: images are refused.
 
 
@@ -255,7 +255,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    # (id, time of the first step on the monotonic clock in s) of each sequence that began.
+    # (sequence id, monotonic second of the first step) of each sequence that began.
     admitted: list[tuple[str, float]] = []
     step_tokens: list[int] = []  # Number of tokens in each step since the last message.
 

@@ -85,7 +85,7 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.info: wire.ModelInfo  # Model properties, with the smallest limits of all engines.
+        self.info: wire.ModelInfo  # Model properties; each limit is the smallest of all engines.
         # `failed` receives a reason when all engines are dead and will not be restarted.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)

@@ -80,7 +80,7 @@ class OpenRequest:
         self.prompt_index = 0  # Index of this prompt in `OpenRequests`.
         self.is_told_to_end = False
         self._engine = engine
-        self._replica: Replica | None = None  # Replica that got the request; None before.
+        self._replica: Replica | None = None  # Replica that received the request, or None.
         self._streams = dict(streams)  # Streams of unfinished choices by sequence id.
         self._deadline = deadline
         self._observer = observer
@@ -223,7 +223,7 @@ class OpenRequest:
             raise EngineError("the output could not be decoded to text") from wrong
         if stream.finished:
             del self._streams[update.request_id]
-            # The engine does not know stop strings, so abort a sequence that ends at a stop string.
+            # Abort a sequence that ends at a stop string, as the engine checks no stop strings.
             self._replica.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)

@@ -29,7 +29,7 @@ class ReplicaLoad:
         self._start = replica * NUM_COLUMNS
         self._row = numbers.row(index, start=self._start, count=NUM_COLUMNS)
         self._pending: dict[str, int] = {}  # Number of uncomputed prompt tokens by sequence id.
-        self._context: dict[str, int] = {}  # Number of prompt tokens by id of the open sequence.
+        self._context: dict[str, int] = {}  # Id of an open sequence -> its number of prompt tokens.
 
     def enter(self, sequence_id: str, *, context: int, pending: int) -> None:
         """Count a sequence of `context` prompt tokens, of which `pending` must be computed."""

@@ -250,7 +250,7 @@ def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
     if devices == []:
         return [{}] * count
     needed = num_ranks * count
-    if devices is None:  # The engine processes check whether the GPUs exist.
+    if devices is None:  # Number the GPUs; the engine processes check whether they exist.
         devices = [str(number) for number in range(needed)]
     if len(devices) < needed:
         raise ConfigError(

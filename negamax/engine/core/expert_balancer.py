@@ -54,7 +54,7 @@ class ExpertBalancer:
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # Value of `_total` at the start of a recording and, if the recording has ended, at its end.
+        # Copies of `_total` from the start of a recording and, after its end, from the end.
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:

@@ -134,7 +134,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # They differ: compare half as many.
+                stop = (start + min(stop, len(hashes))) // 2  # Not equal: compare half the blocks.
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -189,7 +189,7 @@ class EventPublisher:
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        # (number, batch) of the latest sent batches, for replays. ZeroMQ's queues share the frame.
+        # (number, batch) of the latest sent batches, for replays. ZeroMQ does not copy the frames.
         self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
         self._has_blocks = False  # Whether a `BlockStored` event was sent.
         self._context = zmq.Context()

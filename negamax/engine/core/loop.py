@@ -78,7 +78,7 @@ class EngineLoop:
         self._sockets = transfers  # Sockets to other engines; None without --kv-transfer-config.
         self._transfers = None if transfers is None else transfers.transfers
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans of the latest steps.
-        # `_in_flight`: launched, uncommitted steps, oldest first. None: a round without a plan.
+        # `_in_flight`: launched, uncommitted steps, oldest first; None: a round without a plan.
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
         self._pending_updates: list[SequenceUpdate] = []

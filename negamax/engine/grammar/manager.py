@@ -40,7 +40,7 @@ MAX_ATTEMPTS = 2  # Maximum number of attempts if the process that compiles a gr
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
 WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker process.
-KEEP_SECONDS = 5.0  # Compile time of a grammar above which its worker process is not reused.
+KEEP_SECONDS = 5.0  # A worker process is not reused if its grammar compiled for longer than this.
 MAX_REMEMBERED = 1024  # Largest number of stored refusals of grammars that were slow or crashed.
 REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
@@ -322,7 +322,7 @@ class GrammarManager:
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
         """Return the available masks for a row's samples. The mask None allows all tokens."""
         gate = None if rule.gate is None else rule.gate.fork()
-        # While answers are missing, `rule.masks` belong to earlier positions.
+        # While answers are outstanding, `rule.masks` are masks of earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
         num_taken = 0  # Number of draft tokens that the grammar has accepted.

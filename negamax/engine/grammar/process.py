@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 MAX_THREADS = 64  # More threads than cores, because some threads may hang.
 SLOW_SECONDS = 0.02  # Longest computation of a mask for which the engine can wait.
-MEMORY_SHARE = 1 / 4  # Fraction of main memory that each process except workers may use.
+MEMORY_SHARE = 1 / 4  # Each process, except workers, may use this fraction of main memory.
 WORKER_BYTES = 2 << 30  # Memory limit of a worker process, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks whether threads have finished work.

@@ -349,7 +349,7 @@ class NodeGroup:
         node.route, node.connection = route, connection
         if self._thread is not None:
             if node.last_beat > join.last_beat:
-                return  # The `Join` is old: its agent has sent heartbeats since then.
+                return  # The agent sent heartbeats after this `Join`, which is therefore old.
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
             else:  # The message `StartRanks` may be lost: send it again.
