@@ -34,7 +34,7 @@ from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
 QUERY_TILE = 64  # query positions per prefill tile; keys are padded to multiples of this number
-_ROW_MULTIPLE = 4  # GEMMs pad their number of query rows to a multiple of this number
+_ROW_MULTIPLE = 4  # query rows of GEMMs are padded to a multiple of this number
 _GATHER_ROWS = 64  # maximum number of sequences whose keys are copied at a time; limits memory
 
 

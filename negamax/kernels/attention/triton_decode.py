@@ -228,7 +228,7 @@ def _decode_kernel(
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
-    lengths,  # [S] int32, replace the plan's sequence lengths if FEWER_KEYS, else None
+    lengths,  # [S] int32, sequence lengths instead of the plan's if FEWER_KEYS, else None
     query_starts,  # `DecodeRuns.query_starts`; None if QUERIES is 1
     num_tokens,  # number of tokens T; None if QUERIES is 1
     qk_scale,  # softmax scale * scale of the keys * log2(e)

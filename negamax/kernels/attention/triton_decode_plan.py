@@ -50,7 +50,7 @@ class DecodePlan:
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
     runs: DecodeRuns | None  # queries by sequence; None: each program has one query
-    num_queries: int  # maximum number of queries of a sequence per program
+    num_queries: int  # maximum number of queries per program, all of one sequence
     dependent: bool = True  # whether the kernel may start before its predecessor ends
 
 

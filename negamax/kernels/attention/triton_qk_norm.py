@@ -124,7 +124,7 @@ def _qk_norm_rope_write_kernel(
     v_cache,
     slot_mapping,  # [T * KV_HEADS] int64, indices of rows of the caches
     sums,  # [T, 2] fp32, sums of squares of q and k on all ranks, read if HAS_SUMS
-    addresses,  # addresses of a `PeerRegion`, read if WORLD > 1
+    addresses,  # `PeerRegion.addresses`, read if WORLD > 1
     flags,
     region_rows,
     rank,

@@ -29,7 +29,7 @@ def _rope_kernel(
     angles = load_angles(cos + token * (2 * HALF), sin + token * (2 * HALF), HALF, BLOCK_HALF)
     for part in tl.static_range(2):
         # Declare the alignment of the second half also for the first half. Otherwise a thread gets
-        # eight adjacent values of the first half, which the mask splits into eight strided stores.
+        # eight adjacent values of the first half, and the mask makes it use eight strided stores.
         rows = tl.multiple_of((q, k)[part] + (token * HEADS + head) * DIM, 2)
         heads = load_heads(rows[:, None], columns, masks, HALF)
         store_heads(rotate(heads, angles), columns, masks, rows, head < HEADS, 1.0, HALF)

@@ -105,7 +105,7 @@ def split_queries(q, C: tl.constexpr):
     """
     if C.FP8_KEYS:
         x = q.to(tl.float32)
-        # exponent of the largest element, with bias; the scaled elements are below 256
+        # biased exponent of the largest element, with which elements are scaled to below 256
         exponent = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) >> 23
         exponent = tl.minimum(tl.maximum(exponent, 8), 253)
         x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]

@@ -55,7 +55,7 @@ class SparsePrefillPlan:
     queries: AttentionMetadata
     shape: SparseShape
     size: int  # maximum number of queries per tile
-    tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
+    tiles: Tensor  # [tiles, 4] int32, in the format of `attention.triton_prefill.PrefillPlan.tiles`
     workspaces: dict[str, Tensor] = field(default_factory=dict)  # filled by the first layer
 
 

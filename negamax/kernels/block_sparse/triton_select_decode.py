@@ -157,8 +157,8 @@ def _plan_queries_kernel(
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
     """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the sequence lengths."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    # A step may list the queries of one sequence as several "sequences" of one query each. Only
-    # during graph capture does `max_decode_run` limit the number of these "sequences".
+    # A step may list the queries of one sequence as several "sequences" of one query each. During
+    # graph capture (only then), `max_decode_run` limits the number of these "sequences".
     is_single = metadata.positions.shape[0] == num_seqs
     unknown = MOST_QUERIES if num_seqs > 1 else 1
     longest = metadata.max_decode_run if metadata.is_captured else unknown

@@ -52,7 +52,7 @@ class SelectPrefillPlan:
     metadata: AttentionMetadata
     shape: SparseShape
     block_m: int  # maximum number of index queries per tile
-    tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
+    tiles: Tensor  # [tiles, 4] int32, in the format of `attention.triton_prefill.PrefillPlan.tiles`
     splits: int  # number of programs that split the blocks of a tile
     own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
 

@@ -23,7 +23,7 @@ NO_KEY = tl.constexpr(-0x80000000 << 32)
 class SelectionConstants(NamedTuple):
     """Constants of the selection kernels, passed as one argument `C: tl.constexpr`."""
 
-    HEADS: int  # number of index heads: of this rank, or of all ranks if ranks shard the keys
+    HEADS: int  # number of index heads of this rank; of all ranks if ranks shard the keys
     DIM: int  # dimension of an index head
     BLOCK: int  # number of tokens per sparse block
     PER_BLOCK: int  # number of sparse blocks per cache block
@@ -103,7 +103,7 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
     head) [rows] selected, to ids and pages [T, HEADS, TOPK]. The blocks may be in any order and
     include NO_BLOCK. `table` is the sequence's block table.
     """
-    # int64, because LLVM for AMD cannot sort the 32-bit halves of sorted int64 keys
+    # Sort int64, because LLVM for AMD cannot sort the 32-bit halves of sorted int64 keys.
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     mask = is_there[:, None] & (column < C.TOPK)

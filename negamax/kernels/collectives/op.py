@@ -9,7 +9,7 @@ from negamax.kernels.peers import Collective
 
 
 def all_reduce_add_rms(
-    # [T, width] or P summands [T, P, width], this rank's partial result; undefined afterwards
+    # this rank's partial result [T, width], or P summands [T, P, width]; undefined afterwards
     x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: Prepared,

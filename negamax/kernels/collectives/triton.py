@@ -278,7 +278,7 @@ def _all_gather_kernel(
 
 
 def all_reduce_add_rms(
-    # [T, width] or P summands [T, P, width], this rank's partial result; undefined afterwards
+    # this rank's partial result [T, width], or P summands [T, P, width]; undefined afterwards
     x: Tensor,
     # [T, width], changed in place; if rows are sharded, only the rows of this rank change
     residual: Tensor,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from negamax.kernels.launch.ptx import agree
 
-# number of polls of a word (about 1 ms) between two reads of the abort flag in host memory
+# number of times that a word is polled (about 1 ms) before the abort flag in host memory is read
 _SPINS = tl.constexpr(1024)
 
 

@@ -85,7 +85,7 @@ def _attend_block_kernel(
     slots,  # [R] int64, index in `tables` of each block's row
     lengths,  # [R] int32, number of cached tokens before each block
     out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV.
-    # SPLIT_KV: `partials` [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] has acc, m_i and l_i
+    # If SPLIT_KV, `partials` [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] has acc, m_i, l_i
     partials,
     scale,  # softmax scale * log2(e)
     table_stride,

@@ -37,7 +37,7 @@ _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
 _STEPS = 16  # row counts are padded to 16 sizes per power of two, so under 1/16 of rows are padding
 _UNPADDED_ROWS = 2 * _STEPS
-_SAFE_ROWS = 12  # from 12 rows on, the row count did not change the bits of F.linear in fp32
+_SAFE_ROWS = 12  # with 12 or more rows, the row count did not affect the bits of F.linear in fp32
 
 
 def pack(weight: StoredWeight) -> Tensor:

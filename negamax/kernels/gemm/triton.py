@@ -152,7 +152,7 @@ def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constex
     """Load the columns of step i; `ptrs` is from `_point_to_rows`. Columns from K on are 0."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
-    # restate the contiguity of `ptrs`, because Triton drops it when folding the sum for i = 0
+    # declare `ptrs` contiguous again, because Triton drops this when it folds the sum for i = 0
     ptrs = add_last_first(ptrs, i * BLOCK_K, _BLOCK // 2)
     return tl.load(ptrs, mask=inside, other=0.0)
 

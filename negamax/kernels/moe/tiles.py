@@ -14,7 +14,7 @@ SORT_CHUNK = 128  # number of pairs that a sorting program sorts at a time
 COUNT_CHUNK = 512  # number of pairs that a sorting program counts at a time
 SORT_BLOCK = 32  # number of programs whose counts a sorting program adds up at a time
 SPECIALIZED_MIN_PAIRS = (
-    64  # average pairs of an expert from which `triton_specialized.py` is faster
+    64  # From this average number of pairs per expert on, `triton_specialized.py` is faster.
 )
 ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # maximum M for route_small_m, the router on the CUDA cores

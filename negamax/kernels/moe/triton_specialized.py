@@ -213,7 +213,7 @@ def _consume(
         expert, first_tile, begin, count = _find_expert(
             expert_counts_ptr, tile, expert, first_tile, begin, count, num_experts, TILES_N
         )
-    if DOWN:  # Set the results of other ranks' pairs to 0. They follow `begin` own pairs.
+    if DOWN:  # Results of other ranks' pairs, which follow this rank's `begin` pairs, become 0.
         BLOCK_N: gl.constexpr = 1024
         offs_n = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([8], [32], [4], [0]))
         for place in range(

@@ -148,7 +148,7 @@ def _add_rms_kernel(
         as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
     )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
-    if eps >= 0:  # always true; `fetch_parts` needs the branch
+    if eps >= 0:  # always true; `fetch_parts` needs a branch with a condition unknown to ptxas
         x_even, x_odd = add_parts(fetched, PARTS, dtype)
         add_and_normalize(
             x_even, x_odd, residual_words, weight_words, row, index, mask,
