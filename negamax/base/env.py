@@ -68,7 +68,7 @@ def set_variable(name: str, value: str) -> None:
 
 
 def set_openmp_defaults() -> None:
-    """Let OpenMP threads sleep at barriers instead of spinning. Keep the user's own settings.
+    """Let OpenMP threads sleep at barriers instead of spinning. Keep variables that the user set.
 
     On a busy machine, spinning threads occupy cores that other threads need. Call this function
     before PyTorch is imported, because libgomp reads the variables at import. Child processes

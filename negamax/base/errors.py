@@ -1,7 +1,7 @@
 """The exception tree of Negamax.
 
-An error that a user can cause has an HTTP status and a process exit code. Its message states the
-value, the limit and the remedy. Any other exception is a bug and is reported as an internal error.
+An error that a user can cause has an HTTP status, an exit code, and a message with the value, the
+limit and the remedy. Any other exception is a bug and is reported as an internal error.
 """
 
 import errno
@@ -66,7 +66,7 @@ class ContextLengthError(InvalidRequestError):
         """Return the error of a prompt that leaves no room for an answer.
 
         If `is_counted` is False, the prompt has at least `num_tokens` tokens. Anthropic's clients
-        recognize the message's first sentence. OpenAI's clients recognize the second one.
+        recognize the message's first sentence, OpenAI's clients its second sentence.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"

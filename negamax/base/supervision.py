@@ -62,9 +62,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module args`. If `own_group` is set, create a session and process group.
 
-    The child inherits the open files `pass_fds`. `env.make_child_env` makes its environment, which
-    includes `variables`. The child can log as its parent does (`log.setup_as_parent`). The child's
-    standard input is an unbuffered pipe that ends when the parent ends.
+    The child inherits the open files `pass_fds`. `env.make_child_env` makes the child's
+    environment, with `variables`. The child can log as its parent does (`log.setup_as_parent`). The
+    child's standard input is an unbuffered pipe that ends when the parent ends.
     """
     added = {log.CHILD_VARIABLE: log.settings()} | dict(variables or {})
     child_env = env.make_child_env(has_secrets=has_secrets, **added)
@@ -112,7 +112,7 @@ class Supervised:
         return bool(poller.poll(0))
 
     def silence(self) -> float:
-        """Return the seconds since the child's last heartbeat. Only one watcher may call this."""
+        """Return the seconds since the child's last heartbeat. Only one watcher calls `silence`."""
         assert self._heartbeat is not None
         return self._silence.seconds(self._heartbeat[0])
 
@@ -124,7 +124,7 @@ class Supervised:
             return "an exit code that is not known yet"
 
     def send(self, line: bytes) -> None:
-        """Write a short line to the child's standard input. Drop it if the child has ended."""
+        """Write a short line to the child's stdin. Drop the line if the child has ended."""
         with contextlib.suppress(OSError):
             self.pipe.write(line + b"\n")
 
@@ -246,7 +246,7 @@ def watch_parent(parent: ParentPulse, *, report: Callable[[str], object] | None 
     """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call `report`
     with the reason. One second later, kill the parent and end this process.
 
-    A parent that is process 1 of a container cannot be killed. Then only this process ends.
+    A parent that is process 1 of a container cannot be killed, so only this process ends.
     """
     heartbeat = SharedNumbers(1, path=Path(parent.path)).row(0)
 

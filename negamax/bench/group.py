@@ -31,7 +31,7 @@ class Group:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Return the sequences per step: `num_requests` / number of pipeline stages, rounded up."""
+        """Return the sequences per step, which is `num_requests` / pipeline stages, rounded up."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:

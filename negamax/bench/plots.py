@@ -120,7 +120,7 @@ def _whole_numbers(axis: Any) -> None:
 
 
 def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
-    """Plot a histogram on a logarithmic time axis, the cumulative fraction, median and p99."""
+    """Plot a histogram, the cumulative fraction, median and p99 on a logarithmic time axis."""
     axes.set(title=title, xlabel="ms")
     ordered = sorted(1e3 * max(value, 1e-6) for value in seconds)
     if not ordered:

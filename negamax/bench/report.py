@@ -54,7 +54,7 @@ def copy_bytes_per_second() -> float:
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after a warm-up call. `between` precedes each round."""
+    """Time `rounds` calls by CUDA events after one warm-up. Call `between` before each round."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):

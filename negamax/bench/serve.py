@@ -160,7 +160,7 @@ async def _ask(client: ServingClient, path: str) -> Any:
 
 @asynccontextmanager
 async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
-    """Connect to the server. Yield it with its model's name and its model's context length."""
+    """Connect to the server. Yield the server with the name and context length of its model."""
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     for pair in options.headers:
         name, _, value = pair.partition("=")

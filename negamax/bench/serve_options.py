@@ -256,7 +256,7 @@ class BenchOptions:
 
     @property
     def ignores_eos(self) -> bool:
-        """Return whether answers ignore end tokens. By default, only sglang backends do so."""
+        """Return whether answers ignore end tokens (the default only of sglang backends)."""
         is_sglang = self.backend.startswith("sglang")
         return self.ignore_eos or (is_sglang and not self.disable_ignore_eos)
 
@@ -268,7 +268,7 @@ class BenchOptions:
         return self.random_range_rule
 
     def length_range(self, length: int) -> tuple[int, int]:
-        """Return the range: (1 - ratio, 1 + ratio) * `length`. SGLang's: (ratio, 1) * `length`."""
+        """Return (1 - ratio, 1 + ratio) * `length`, or for SGLang's rule (ratio, 1) * `length`."""
         ratio = self.random_range_ratio
         if self.range_rule == "sglang":
             return max(1, int(length * ratio)), length

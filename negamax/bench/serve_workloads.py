@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Time the first `num_prompts` requests, and repeat them if needed. Warm up with the last."""
+    """Time the first `num_prompts` requests, repeated if needed. Warm up with the last requests."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

@@ -94,7 +94,7 @@ class JudgedAnswer:
         return bool(self.reasoning) and not has_answer and self.finish_reason != "length"
 
     def count(self, name: str) -> int:
-        """Return the count at the path `name` in `usage`. Raises `CheckFailure` without a count."""
+        """Return the count `name` of `usage`. Raises `CheckFailure` if the count is missing."""
         value: Any = self.usage
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None

@@ -76,7 +76,7 @@ def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, 
 
 
 def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | None) -> str | None:
-    """Describe a call that violates its schema, or a missing call. None: all calls are valid."""
+    """Return None if all calls follow their schemas, else describe the wrong or missing call."""
     declared = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     for name, text in answer.calls:
         if name not in declared:

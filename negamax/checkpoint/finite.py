@@ -56,7 +56,7 @@ class BrokenScale:
 
 @dataclass
 class FiniteCheck:
-    """Collects the checks of all written tensors. Single writer: the loader."""
+    """Collects the checks of all written tensors. Only the loader changes this object."""
 
     _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)

@@ -100,8 +100,8 @@ def _fetch(
 def _licence(model: str, snapshot: Path) -> Licence | None:
     """Return the licence from the model card.
 
-    Returns None if `snapshot` already has the weights, or if the hub does not answer. In the latter
-    case, the download reports the reason.
+    Returns None if `snapshot` already has the weights, or if the hub does not answer. The download
+    reports why the hub does not answer.
     """
     from huggingface_hub import HfApi, constants
 

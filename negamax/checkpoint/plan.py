@@ -2,7 +2,7 @@
 
 A plan must contain every tensor of the checkpoint and every weight slot of the model exactly once.
 Planning reads only file headers, and also works for a model on the meta device. A fused tensor
-joins several matrices (q, k and v; gate and up; a layer's experts). Its slices fill one slot each.
+joins matrices (q, k and v; gate and up; a layer's experts), whose slices fill one slot each.
 """
 
 import gc
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads. 0 for scales of a matrix that the loader quantizes."""
+        """Bytes that this rank reads, or 0 for scales of a matrix that the loader quantizes."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -364,8 +364,8 @@ def _join(
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Return the offsets of each tensor in the fused tensor, and the shape of the fused tensor.
 
-    Tensors are joined along `axis`. A single scale has no rows, and its `axis` is None. It is
-    stored once for all matrices, or once per matrix.
+    Tensors are joined along `axis`. A single scale (no rows, `axis` None) is stored once for all
+    matrices, or once per matrix.
     """
     if axis is None:
         if len(shapes) == 1 or given != (len(shapes),):

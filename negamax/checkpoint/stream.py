@@ -63,7 +63,7 @@ class _Wanted:
 
 
 class _Found(NamedTuple):
-    """A part that was read. `broken` and `zeros` are results of checks of its values."""
+    """A part that was read. `broken` and `zeros` are results of checks of the part's values."""
 
     wanted: _Wanted
     tensor: Tensor
@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """Return one function per move that `found` completes. Each returns the move's parts."""
+        """For each move that `found` completes, return a function that returns the move's parts."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
@@ -223,7 +223,7 @@ class _Stream:
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """Check the tensors of a matrix. Return the tensors from which its values are computed."""
+    """Check the tensors of a matrix. Return the tensors from which the matrix is computed."""
     tensors = {}
     for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)

@@ -73,7 +73,7 @@ def fill_synthetic(
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
-    """Yield each draw: the name that its slots share, its number per name, and its slots."""
+    """Yield each draw: the name that the slots share, the draw's number, and the slots."""
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         if not slot.optional:

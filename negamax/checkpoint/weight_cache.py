@@ -60,8 +60,8 @@ def load_cached(
 ) -> str:
     """Fill a rank's `slots` from its cache file or by `load`. Return a line for the log.
 
-    If the file is missing, stale or damaged, `load` fills the slots. Then the file is written. If
-    the folder cannot be read or written, a warning is logged. Exceptions of `load` are not caught.
+    If the file is missing, stale or damaged, `load` fills the slots and the file is written. If the
+    folder cannot be read or written, a warning is logged. Exceptions of `load` are not caught.
     """
     began = time.perf_counter()
     file = _CacheFile(
@@ -234,7 +234,7 @@ class _CacheFile:
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """Build the header. Padding to whole pages keeps its length when checksums are added."""
+        """Build the header, with padding so that checksums do not change the header's length."""
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
             "checksum": _checksum(f"{json.dumps(absent)}{checksums}".encode()),

@@ -67,7 +67,7 @@ def verdicts(machine: Machine) -> list[ModelVerdict]:
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """Return the verdict for the model `name`. It also states whether the download is too large."""
+    """Return the verdict for the model `name`, which also states if the download is too large."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)

@@ -76,7 +76,7 @@ def _torchrun() -> Mapping[str, tuple[str, str]]:
 
 
 def _given(names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Map each option to the value and the name of its variable. Return {} if one is missing."""
+    """Return option -> (value, name of the variable), or {} if a variable is missing."""
     values = {option: (env.get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}

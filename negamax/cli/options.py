@@ -293,7 +293,7 @@ def template_option() -> Any:
 
 
 def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
-    """Add the command of a module. In help, an option without a panel follows the previous one."""
+    """Add the command of a module. In help, a setting without a panel joins the previous panel."""
     panel = None
     for parameter in inspect.signature(module.command).parameters.values():
         if isinstance(parameter.default, OptionInfo):

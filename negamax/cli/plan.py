@@ -172,7 +172,7 @@ def _lengths(
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout], Drafts | None]:
-    """Return a model, its layouts (if the checkpoint is split) and drafts. Raises `ConfigError`."""
+    """Return the model, the layouts of a split checkpoint, and the drafts. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -315,7 +315,7 @@ def _best(plan: Plan) -> dict[str, Candidate | None]:
 
 
 def _ordered(plan: Plan) -> list[Candidate]:
-    """Return all candidates. Those with best latency and best throughput are first."""
+    """Return all candidates, first those with the best latency and the best throughput."""
     best = [each for each in _best(plan).values() if each is not None]
     return list(dict.fromkeys([*best, *plan.candidates]))
 

@@ -1,6 +1,6 @@
 """Find the value of each option in the command line, the environment, a file and a launcher.
 
-An option's value comes from the first source that sets the option. The order is: its flag,
+An option's value comes from the first of these sources that sets the option: its flag,
 `NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. `Resolved`
 contains the completed command line, with one name per option, and the source of each value.
 """

@@ -19,7 +19,7 @@ _SIMILARITY = 0.8  # Least similarity of a suggested name to the given name.
 
 @dataclass(frozen=True)
 class Option:
-    """An option of Negamax. If it is a switch, `names` turn it on and `opposites` turn it off."""
+    """An option of Negamax. The flags `names` turn a switch on, and `opposites` turn it off."""
 
     name: str  # Name of the command's parameter.
     key: str  # Name of the option in files and environment variables.
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """An option that some source sets, for example a command line. A switch has value `is_set`."""
+    """An option that some source sets, for example a command line. `is_set` is a switch's value."""
 
     name: str
     values: tuple[str, ...]

@@ -62,7 +62,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 def check_per_layer(
     config: Mapping[str, Any], per_layer: Mapping[str, Any], *, num_layers: int
 ) -> None:
-    """Refuse a field that has another value than in `per_layer` for one or more layers."""
+    """Refuse a field that differs from `per_layer` for at least one layer."""
     for name, only in per_layer.items():
         value = config.get(name)
         if value in (None, [], {}):

@@ -126,12 +126,12 @@ def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int
 
 
 def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
-    """Return the bytes of a request slot. Each of its token ids and block ids has `item` bytes."""
+    """Return the bytes of a request slot, whose token ids and block ids have `item` bytes each."""
     return item * (context_length + 1 + -(-context_length // block_size))
 
 
 def choose_block_size(caches: KvCacheSpecs, asked: int | None, *, default: int) -> int:
-    """Return the block size `asked`. If None, return the smallest allowed size >= `default`.
+    """Return the block size `asked`; if it is None, the smallest allowed size >= `default`.
 
     Raises `ConfigError` if a cache does not allow `asked`.
     """

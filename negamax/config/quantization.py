@@ -102,8 +102,8 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
-    Raises `re.error` for a malformed pattern. Also raises it for a repeated group that contains a
-    repeat or an alternative, because matching may take exponential time.
+    Raises `re.error` for a malformed pattern. Also raises `re.error` for a repeated group that
+    contains a repeat or an alternative, because matching may take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)

@@ -24,7 +24,7 @@ from negamax.quantization.scheme import Scheme
 
 @dataclass(frozen=True)
 class Piece:
-    """A group of the target's tensors. `make` computes them together from the result of `read`."""
+    """A group of target tensors, which `make` computes together from the result of `read`."""
 
     slot: str | None  # Slot of the weight; None: every rank stores the whole tensor.
     shape: tuple[int, ...]  # Shape of the weight matrix or vector.

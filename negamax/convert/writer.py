@@ -139,7 +139,7 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Delete the record file. Its absence shows that the conversion is complete."""
+        """Delete the record file, whose absence shows that the conversion is complete."""
         self._path.unlink(missing_ok=True)
 
 

@@ -143,7 +143,7 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        Pass one `sampling_params` for all prompts, or one per prompt. None selects the model's
+        Pass one `sampling_params` for all prompts, one per prompt, or None for the model's
         defaults. Raises `InvalidRequestError` before the first step if a prompt or parameter is
         invalid, and `EngineError` if the engine fails.
         """

@@ -182,7 +182,7 @@ def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, A
 
 
 def drop_gauges(stats: EngineStats) -> EngineStats:
-    """Return the statistics of a dead engine. Keep its counters, and set its gauges to 0."""
+    """Return a dead engine's statistics, with its counters unchanged and its gauges set to 0."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
     return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)

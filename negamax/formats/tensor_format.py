@@ -201,7 +201,7 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a permutation assigns columns to groups. Then each rank needs all scales."""
+        """Whether a permutation assigns columns to groups, so that each rank needs all scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
@@ -238,7 +238,7 @@ class TensorFormat:
         """Split a width (rows of one matrix, columns of the next) into `columns` per rank.
 
         Returns the next matrix's format, and the unit of the split. If the kernel `reads` smaller
-        groups, a split may divide columns that share a scale. Each part then gets the scale.
+        groups, a split may divide columns that share a scale. Each part then gets the shared scale.
         """
         held = self
         if self.regroup is not None and columns % self._group:

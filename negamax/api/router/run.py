@@ -27,7 +27,7 @@ _DRAIN_SECONDS = 30.0  # time after SIGTERM for open requests to finish
 
 
 def open_router_socket(options: RouteOptions) -> socket.socket:
-    """Bind the router's socket. Raises `ConfigError` if --allow-unauthenticated is missing."""
+    """Bind the router's socket. Raises `ConfigError` if --allow-unauthenticated is needed."""
     family, address = resolve_host(options.host, options.port)
     if not (options.allow_unauthenticated or is_loopback(str(address[0]))):
         raise ConfigError(

@@ -82,7 +82,7 @@ class RoutedServer:
         return is_live and time.monotonic() >= self._next_ask
 
     async def find_blocks(self, path: str, *, headers: Headers, body: bytes) -> PromptBlocks | None:
-        """Ask the server for a prompt's blocks. Return None if it does not answer in time."""
+        """Ask the server for a prompt's blocks. Return None if the answer comes too late."""
         target = f"{path}/kv_blocks".encode()
         try:
             async with asyncio.timeout(_BLOCKS_SECONDS):
@@ -215,7 +215,7 @@ class OpenCall:
 
 
 def _count_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Count the equal hashes at the start. Equal hashes mean that all earlier blocks are equal."""
+    """Count the equal hashes at the start of both lists. Equal hashes mean equal earlier blocks."""
     places = range(min(len(left), len(right)))
     return bisect_left(places, True, key=lambda at: left[at] != right[at])
 
@@ -282,7 +282,7 @@ class ServerPool:
         return OpenCall(server, prompt, 0 if is_computed else num_pending)
 
     def pick_renderer(self, prompt: RoutedPrompt) -> RoutedServer | None:
-        """Return the server that computes a prompt's blocks, or None if no server should.
+        """Return the server to ask for a prompt's blocks, or None if none should be asked.
 
         The server that received the longest prefix of the prompt has probably cached the prefix.
         """

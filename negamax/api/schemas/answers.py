@@ -31,7 +31,7 @@ class CompletionTokensDetails(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of a request, summed over its choices. Its prompt is counted only once."""
+    """Token counts of a request, summed over its choices. The prompt is counted only once."""
 
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens, including reasoning.
@@ -74,7 +74,7 @@ class PromptLogprob(Struct, frozen=True):
 
 
 class PromptBlocks(Struct, frozen=True):
-    """The blocks of a prompt. A router uses them to find servers that have cached the prompt."""
+    """The blocks of a prompt. A router uses the blocks to find servers that cached the prompt."""
 
     num_tokens: int  # Number of tokens in the prompt.
     block_size: int  # Number of tokens in a block.

@@ -73,7 +73,7 @@ def check_type(value: object, kind: type[ValueT], param: str, what: str = "") ->
 def validate_at_most(
     field: str, limit: int, what: str, *, of: type[Sized] = list
 ) -> BeforeValidator:
-    """Make a validator that limits the size of a list or object before its elements are checked."""
+    """Make a validator that refuses over `limit` elements before the elements are checked."""
 
     def check(value: object) -> object:
         if isinstance(value, of) and len(value) > limit:

@@ -66,7 +66,7 @@ class StructuredRequest(GenerationRequest):
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content, or None if it is free. Raises `InvalidRequestError`."""
+        """The grammar of the content, or None without a grammar. Raises `InvalidRequestError`."""
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
             form = build_format_grammar(

@@ -1,7 +1,7 @@
 """Clients control thinking by several fields. Combine the fields into one `ThinkingChoice`.
 
 The template of the M3 family writes one of three thinking modes into the prompt. M2 models always
-think. For them, "disabled" closes the think block in the prompt, and other modes do nothing.
+think. For M2, "disabled" closes the think block in the prompt, and other modes do nothing.
 """
 
 import enum
@@ -34,7 +34,7 @@ class ThinkingChoice:
     budget: int | None = None  # in tokens
 
     def mode_for(self, template: ChatTemplate) -> str | None:
-        """Return the thinking mode. If `template` reads it, effort "minimal" disables thinking."""
+        """Return the mode. Effort "minimal" disables thinking if `template` has thinking modes."""
         if self.mode is not None:
             return self.mode
         if self.effort == "none" or self.budget == 0:

@@ -45,7 +45,7 @@ def check_function(
 ) -> None:
     """Refuse a function if the prompt or the parser cannot use its name, description or schema.
 
-    `where` is the path of the function in the request. Its field `schema_field` has the schema.
+    `where` is the function's path in the request. The function's `schema_field` has the schema.
     """
     name = function.get("name")
     if (
@@ -122,8 +122,8 @@ def read_allowed_tools(
 ) -> tuple[str, dict[str, str]]:
     """Return the mode of a `tool_choice` of type "allowed_tools", and the path of each tool name.
 
-    The choice may have the format of chat completions or of /v1/responses. A tool whose type is in
-    `named_by_type` has its type as its name. `may_run_elsewhere` permits other types.
+    The choice may have the format of chat completions or of /v1/responses. If a tool's type is in
+    `named_by_type`, the type is also the tool's name. `may_run_elsewhere` permits other types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:

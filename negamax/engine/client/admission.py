@@ -78,8 +78,8 @@ class Admission:
     ) -> None:
         """Check that `num_sequences` sequences with `num_tokens` prompt tokens fit into the queue.
 
-        Raises `InvalidRequestError` if the limits never allow so many sequences, and
-        `OverloadedError` if the queue is too full. If tenants share it, `sharer` is the tenant.
+        Raises `InvalidRequestError` if the limits never allow so many sequences, `OverloadedError`
+        if the queue is too full. `sharer` is the tenant if tenants share the queue.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2

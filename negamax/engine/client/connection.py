@@ -210,7 +210,7 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process and its descendants. With `kill`, kill them at once."""
+        """End the process and its descendants, or kill them at once if `kill` is set."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))
         await asyncio.shield(self._closing)

@@ -50,7 +50,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Share the tables through files in `folder`. None: only this process uses the tables."""
+        """If `folder` is set, share the tables through files; else only this process uses them."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name
@@ -184,7 +184,7 @@ class AsyncEngine:
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return how many prompt tokens each choice computes. Later choices use KV of the first."""
+        """Return how many prompt tokens each choice computes. Later ones use the KV of choice 0."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -211,7 +211,7 @@ class AsyncEngine:
 
         The outputs of the `n` choices arrive interleaved. All outputs except a choice's first and
         last have at least `interval` tokens. `data_parallel_rank` is an index of the ranks of all
-        replicas. None allows any rank. `deadline` is in monotonic seconds. `readers` may contain a
+        replicas, or None for any rank. `deadline` is in monotonic seconds. `readers` may contain a
         reader per choice, which finds stop strings. Without readers, a stop string anywhere ends a
         choice. `lease_id`, `remote` and `images` are fields of `GenerateRequest`. Raises
         `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.

@@ -70,7 +70,7 @@ class OpenRequest:
         owner: Owner = NOBODY,
         replica_index: int | None = None,
     ) -> None:
-        """Prepare a request. `first_output` or `run` sends it. `requests` has an entry for each
+        """Prepare a request, which `first_output` or `run` sends. `requests` has an entry for each
         choice, and `streams` maps request ids to streams. `deadline` is in monotonic seconds. If
         `replica_index` is given, only the replica with this index may answer.
         """
@@ -138,7 +138,7 @@ class OpenRequest:
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent to the engine. `Replica.abort` ends the others."""
+        """End choices that were not sent to the engine. `Replica.abort` ends the other choices."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
@@ -163,8 +163,8 @@ class OpenRequest:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Pass an update to `run`'s caller. Store it while the request is paused. The request may
-        modify the update later. This method never raises. An error ends only this request.
+        """Pass an update to `run`'s caller, or store the update while the request is paused. The
+        request may modify the update later. This method never raises: errors end only this request.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -182,7 +182,7 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """Deliver all arrived outputs, then end with `error`. Later errors are ignored."""
+        """End the request with `error` after arrived outputs. Later errors are ignored."""
         if self._failure is None:
             self._failure = error
         self._announce()
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice to a replica. Its first output starts the other choices."""
+        """Send the first choice to a replica. The first output of this choice starts the others."""
         if self._has_started:
             return
         self._has_started = True

@@ -22,7 +22,7 @@ class TextReader(Protocol):
         """Return the stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Read further text. If not `may_stop`, ignore stop strings that end within `pieces`."""
+        """Read further text. Without `may_stop`, ignore stop strings that end in `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
         """End the text. If `is_truncated` is set, a limit or an abort has ended the text."""

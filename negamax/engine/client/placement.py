@@ -23,7 +23,7 @@ class ReplicaLoad:
     """One replica's load by requests of all server processes. Each process writes one row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
-        """Read the replica's columns in all rows of `numbers`. Write them in row `index` only."""
+        """Read the replica's columns of `numbers` in all rows, and write row `index` only."""
         self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS

@@ -78,7 +78,7 @@ class Replica:
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Add a request with tokens[i] prompt tokens for choice i; choice 0 computes `pending`."""
+        """Add a request. Choice i has tokens[i] prompt tokens. Choice 0 computes `pending`."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)

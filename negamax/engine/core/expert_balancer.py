@@ -115,7 +115,7 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """Return the next moves of layer `_due[0]`. First compute its new placement if needed."""
+        """Return the next moves of layer `_due[0]`, after computing its new placement if needed."""
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:

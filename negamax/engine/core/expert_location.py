@@ -23,14 +23,14 @@ _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list p
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """Fields of the JSON value of --init-expert-location. All other fields are ignored."""
+    """The fields of the JSON value of --init-expert-location that are not ignored."""
 
     logical_count: _Table | None = None  # Number of selections by layer and expert.
     physical_to_logical_map: _Table | None = None  # Expert index by layer and slot.
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """Place experts by `location`: IN_ORDER, JSON, or a JSON file. Raises `ConfigError`."""
+    """Place experts by `location`, which is IN_ORDER, JSON or a JSON file. Raises `ConfigError`."""
     if location == IN_ORDER:
         return layout
     sizes = spec.expert_sizes()

@@ -294,7 +294,7 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 def _choose_vision(options: EngineOptions, source: ModelSource, spec: Spec) -> Spec:
     """Remove the vision tower from `spec` if the model's files lack it or the options exclude
     images. Without a vision tower the server refuses images. A bundled spec gets the image token
-    ids of the bundled tokenizer. They differ from the published ones.
+    ids of the bundled tokenizer, not those of the published tokenizer.
     """
     if spec.vision is None:
         return spec

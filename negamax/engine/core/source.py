@@ -106,7 +106,7 @@ def check_start(options: EngineOptions) -> None:
 
 
 def choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
-    """Return --max-model-len. If unset, return the model's context length. Raises `ConfigError`."""
+    """Return --max-model-len or else the model's context length. Raises `ConfigError`."""
     if options.max_model_len is None:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:

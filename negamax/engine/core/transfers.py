@@ -3,8 +3,8 @@
 A lease lets another engine read KV blocks of this engine. A pull reads KV blocks of another engine
 in four phases. First, the prefilling engine confirms the lease. Second, this engine allocates host
 blocks for the prompt. Third, the ranks of this engine copy the prompt's blocks into host blocks.
-Fourth, the prefilling engine confirms that its blocks were not reused before the copy ended. Then
-the copies are valid. If a phase fails, this engine computes the prompt or fails the request.
+Fourth, the prefilling engine confirms that its blocks were not reused before the copy ended, so the
+copies are valid. If a phase fails, this engine computes the prompt or fails the request.
 
 Even after an abort, host blocks of a pull stay allocated until every rank has ended its copy. This
 module is deterministic: callers pass the time and messages as arguments.
@@ -373,7 +373,7 @@ class Transfers:
             )
 
     def _finish(self, pull: _Pull, problem: str) -> None:
-        """End a pull whose copies have ended. Its requests become ready, or fail with `problem`."""
+        """End a pull whose copies have ended. The pull's requests become ready, or fail."""
         del self._pulls[pull.peer, pull.lease_id]
         if pull.blocks is not None:
             self.shared.end_import(pull.blocks, is_valid=not problem)

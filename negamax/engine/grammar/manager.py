@@ -177,7 +177,7 @@ class GrammarManager:
             self._host = None
 
     def open(self, request: GenerateRequest) -> None:
-        """Prepare the constraints of `request`. When they are ready, `opened` returns them."""
+        """Prepare the constraints of `request`, which `opened` returns when they are ready."""
         rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process. Fail its open outputs, and recompile its other grammars."""
+        """End a dead or hung process, fail its open outputs and recompile its other grammars."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:

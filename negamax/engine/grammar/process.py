@@ -266,7 +266,7 @@ class GrammarServer:
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
     ) -> list[bytes]:
-        """Return for each draft token the next token's mask. `mask` is the first draft token's."""
+        """Return the mask of the token after each draft. `mask` is for the first draft token."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0

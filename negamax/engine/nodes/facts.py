@@ -1,4 +1,4 @@
-"""Collect facts that must be equal on all nodes. Node 0 compares them before ranks load weights."""
+"""Collect facts that must be equal on all nodes and that node 0 compares before weights load."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The actor that Ray starts on each machine. Its methods take and return strings."""
+"""The actor that Ray starts on each machine, whose methods take and return strings."""
 
 import socket
 
