@@ -467,7 +467,7 @@ class EngineOptions:
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
             raise ConfigError(
                 "--index-cache-sharding is on, but with --prefill-context-parallel-size "
-                f"{self.prefill_context_parallel_size}, each rank holds all index keys",
+                f"{self.prefill_context_parallel_size}, each rank stores all index keys",
                 hint="use --index-cache-sharding off",
             )
 
@@ -476,7 +476,7 @@ class EngineOptions:
             raise ConfigError(
                 "--kv-events-config publishes the prefix cache's blocks, but "
                 "--no-enable-prefix-caching turns the cache off",
-                hint="leave one of the two options out",
+                hint="use only one of the two options",
             )
         if self.kv_offloading_path == "":
             raise ConfigError("--kv-offloading-path is empty", hint="pass a folder")
@@ -500,8 +500,8 @@ class EngineOptions:
         for is_refused, reason in refusals:
             if is_refused:
                 raise ConfigError(
-                    f"{name} keeps whole KV blocks in main memory, but {reason}",
-                    hint="leave one of the two options out",
+                    f"{name} stores whole KV blocks in main memory, but {reason}",
+                    hint="use only one of the two options",
                 )
 
     @property
@@ -578,7 +578,7 @@ class EngineOptions:
         said = "--distributed-executor-backend is ray" if is_ray else f"--nnodes is {self.nnodes}"
         if (is_ray or self.nnodes > 1) and self.script is not None:
             raise ConfigError(
-                f"--script runs no model, but {said}", hint="leave one of the two options out"
+                f"--script runs no model, but {said}", hint="use only one of the two options"
             )
         if (is_ray or self.nnodes > 1) and self.num_replicas > 1:
             raise ConfigError(

@@ -54,7 +54,7 @@ class KvEventsConfig:
             raise ConfigError(
                 f"{_FLAG}: the ports {ports[0]} and {ports[1]} overlap, because each of "
                 f"{num_ranks} data-parallel ranks adds its number to both ports",
-                hint=f"put {num_ranks} ports or more between them",
+                hint=f"set ports that differ by {num_ranks} or more",
             )
         return config if publisher == "zmq" and is_enabled is not False else None
 

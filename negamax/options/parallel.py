@@ -69,7 +69,7 @@ class ParallelOptions:
             raise ConfigError(
                 f"--decode-context-parallel-size is {holders} and --prefill-context-parallel-size "
                 f"is {self.prefill_context_parallel_size}; with prefill context parallelism, "
-                f"each rank must hold the whole KV cache",
+                f"each rank must store the whole KV cache",
                 hint="use only one of the two options, with --tensor-parallel-size",
             )
         if ranks % holders:
@@ -87,7 +87,7 @@ class ParallelOptions:
         if self.decode_context_parallel_size > 1 and size not in (None, block_size):
             raise ConfigError(
                 f"--cp-kv-cache-interleave-size is {size}; it must equal the block size "
-                f"{block_size}, because a rank holds whole blocks",
+                f"{block_size}, because a rank stores whole blocks",
                 hint=f"use --cp-kv-cache-interleave-size {block_size}",
             )
 

@@ -109,8 +109,8 @@ class FileStore:
         self._part = f".{secrets.token_hex(8)}{_PART}"  # suffix of temporary files of this object
         if not self.num_blocks:
             raise ConfigError(
-                f"--kv-offloading-path-size is {most_bytes / 2**30:.3g} GiB, less than one KV "
-                f"block of {sharing * self.file_bytes / 2**20:.2f} MiB",
+                f"--kv-offloading-path-size is {most_bytes / 2**30:.3g} GiB, which is less than "
+                f"one KV block of {sharing * self.file_bytes / 2**20:.2f} MiB",
                 hint=f"use {1.01 * sharing * self.file_bytes / 2**30:.3g} or more",
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")

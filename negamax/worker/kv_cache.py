@@ -177,8 +177,8 @@ def choose_host_blocks(
         return 0
     if not chosen:
         raise ConfigError(
-            f"{asked}, less than one KV block of {per_block / 2**20:.2f} MiB for each of {ranks} "
-            f"ranks",
+            f"{asked}, which is less than one KV block of {per_block / 2**20:.2f} MiB for "
+            f"each of {ranks} ranks",
             hint=f"use --kv-offloading-size {2 * ranks * per_block / GIB:.3g} or more",
         )
     local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())

@@ -202,8 +202,8 @@ def test_the_tiers_of_vllms_offloading_connector_are_kept(
         "nano", kv_transfer_config=given, kv_offloading_size=8.0, kv_offloading_path="/b"
     )
     assert (own.host_gib, own.file_folder) == (8.0, "/b")
-    with pytest.raises(ConfigError, match="--kv-offloading-size keeps whole"):
+    with pytest.raises(ConfigError, match="--kv-offloading-size stores whole"):
         EngineOptions("nano", kv_offloading_size=1.0, enable_prefix_caching=False)
     if gib is not None:
-        with pytest.raises(ConfigError, match="--kv-transfer-config keeps whole"):
+        with pytest.raises(ConfigError, match="--kv-transfer-config stores whole"):
             EngineOptions("nano", kv_transfer_config=given, enable_prefix_caching=False)

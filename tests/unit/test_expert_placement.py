@@ -222,7 +222,7 @@ def place(layout: ParallelLayout, location: Any, spec: Spec = Spec()) -> Paralle
 def test_refuses_locations_that_do_not_suit_the_ranks() -> None:
     assert place(RANKS, "trivial") == RANKS
     assert place(ParallelLayout(), "trivial", Spec(experts=None)) == ParallelLayout()
-    with pytest.raises(ConfigError, match="rank 1 of 2 holds expert 3 2 times"):
+    with pytest.raises(ConfigError, match="rank 1 of 2 has expert 3 2 times"):
         place(COPIES, {"physical_to_logical_map": [[0, 1, 2, 3, 3, 0]] * 3})
     text = json.dumps({"logical_count": COUNTS})
     with pytest.raises(ConfigError, match="ranks hold parts of experts") as caught:
@@ -274,10 +274,7 @@ GOOD = [0, 1, 2, 3]
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, True]]}, "got `bool`"),
         ({"logical_count": {"0": GOOD}}, "got `object`"),
         ({"physical_to_logical_map": [GOOD] * 4}, "has 4 layers"),
-        (
-            {"physical_to_logical_map": [GOOD, GOOD, [0, 1, 2, 4]]},
-            "holds expert 4; allowed: 0 to 3",
-        ),
+        ({"physical_to_logical_map": [GOOD, GOOD, [0, 1, 2, 4]]}, "has expert 4; allowed: 0 to 3"),
         ({"physical_to_logical_map": [GOOD, [0, 1, 2, 2], GOOD]}, "layer 1.* expert 3 has no slot"),
         ({"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]] * 3}, 'num_redundant_experts": 2'),
     ],

@@ -193,7 +193,7 @@ def test_experts_are_split_over_ranks(given: dict[str, Any], layout: tuple[int, 
         (options(dcp=5, tp=8), r"which is 8 \(use --decode-context-parallel-size 4\)"),
         (
             options(dcp=2, pcp=2, tp=8),
-            r"hold the whole KV cache \(use only one of the two options,",
+            r"store the whole KV cache \(use only one of the two options,",
         ),
         (options(interleave=0), "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],

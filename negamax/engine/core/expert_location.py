@@ -126,7 +126,7 @@ def _check_slots(
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:
         most = num_experts - 1
-        raise ConfigError(f"{where} a slot holds expert {unknown[0]}; allowed: 0 to {most}")
+        raise ConfigError(f"{where} a slot has expert {unknown[0]}; allowed: 0 to {most}")
     if missing := sorted(set(range(num_experts)) - set(slots)):
         raise ConfigError(f"{where} expert {missing[0]} has no slot", hint=hint)
     per_rank = len(slots) // layout.ep
@@ -134,5 +134,5 @@ def _check_slots(
         ((expert, count),) = Counter(slots[rank * per_rank :][:per_rank]).most_common(1)
         if count > 1:
             raise ConfigError(
-                f"{where} rank {rank} of {layout.ep} holds expert {expert} {count} times", hint=hint
+                f"{where} rank {rank} of {layout.ep} has expert {expert} {count} times", hint=hint
             )
