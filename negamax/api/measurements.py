@@ -64,7 +64,7 @@ class Histogram:
         return family
 
 
-# Names of counters. Their columns are between the columns of `Lifecycle` and of histograms.
+# Names of counters, whose columns are between those of `Lifecycle` and those of histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS

@@ -34,7 +34,7 @@ class RequestRecord:
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # requested; once the engine accepts the request, applied parameters
+    sampling: SamplingParams  # requested parameters; after `generate`, the applied parameters
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
     start: float | None = None  # Time of the request's first engine step.

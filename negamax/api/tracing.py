@@ -26,7 +26,7 @@ FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
 _EXPORT_SECONDS = 5.0  # Time limit for sending a batch, including retries.
-_MAX_ANSWER_BYTES = 64 * 1024  # Limit of the bytes that are read of a collector's answer.
+_MAX_ANSWER_BYTES = 64 * 1024  # Limit of bytes to read from a collector's answer.
 _CLOSE_SECONDS = 3.0  # Time limit of a stopping server to send its last spans.
 _PARENT_HEADERS = ("traceparent", "tracestate")
 

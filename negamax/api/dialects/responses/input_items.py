@@ -11,7 +11,7 @@ from negamax.api.schemas.request_model import check_choice, describe, refuse
 MAX_PAGE = 100  # Limit of items per page, as in OpenAI's API.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# Id prefix of each item type. Items of other types get no `status` from the server.
+# Id prefix of each item type. The server adds no `status` to items of unlisted types.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
