@@ -29,9 +29,9 @@ from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100 * 10**6  # Header limit of the safetensors format.
+MAX_HEADER_BYTES = 100 * 10**6  # Size limit of headers in the safetensors format.
 MAX_DIMENSIONS = 64  # Largest number of dimensions in PyTorch.
-MAX_NAME_CHARS = 1024  # Limit for tensor names, because messages contain them.
+MAX_NAME_CHARS = 1024  # Length limit of tensor names, which messages contain.
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 

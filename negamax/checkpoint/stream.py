@@ -44,7 +44,7 @@ class Part(NamedTuple):
     tensor: Tensor
     broken: list[BrokenScale]
     zeros: bool  # Whether all bytes of the part's values in the file are 0.
-    plain: Tensor | None = None  # The part before quantization; None: not quantized here.
+    plain: Tensor | None = None  # The part before its quantization; None: not quantized.
     change: Tensor | None = None  # [] fp32, relative squared conversion error; None: no conversion
 
 

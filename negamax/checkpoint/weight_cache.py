@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 CHUNK_BYTES = 32 * 2**20  # bytes of a chunk, which is read, checked and copied at once
 READ_THREADS = 4
-READ_AHEAD = 8  # maximum chunks that are read ahead, each into its own host buffer
+READ_AHEAD = 8  # maximum number of chunks that are read ahead, each into its own host buffer
 _PAGE = 4096
 
 

@@ -70,7 +70,7 @@ def command(
     limits: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
     sampling = SamplingParams(n=n, stop=tuple(stop or ()), **filters, **limits)
     check_sampling(sampling, engine)
-    from negamax import LLM  # imports torch, which takes seconds and which --help does not need
+    from negamax import LLM  # this imports torch, which takes seconds; --help needs no torch
 
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     with loading(engine.model):

@@ -40,7 +40,7 @@ _BOOLEANS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 _MODEL_NAMES = ("--model", "--model-path")
 _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 _OTHER_SERVERS = ("VLLM_", "SGLANG_", "SGL_", "ATOM_", "AITER_", "HCCL_", "LMCACHE_")
-# Environment variables of other servers that Negamax reads without an option.
+# Environment variables of other servers that Negamax reads, although they set no option.
 _READ_LATER = (
     "VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
 )  # fmt: skip

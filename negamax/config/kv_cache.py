@@ -16,7 +16,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# extra time per layer for sharded index keys: exchange, queries of all heads (calculated, H200)
+# calculated time per layer on H200 that sharded index keys add (exchange, queries of all heads)
 _SHARDING_SECONDS = 4.5e-6
 _BYTES_PER_SECOND = 4.25e12  # assumed bandwidth of reading index keys on an H200
 

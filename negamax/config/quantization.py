@@ -15,12 +15,12 @@ MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.js
 
 _OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method.
 PROVENANCE = "negamax_conversion"  # Key in config.json under which a conversion is recorded.
-# `_ROTATION`: keys that lead to the file name of the rotation in ModelSlim's description.
+# `_ROTATION`: path of keys to the rotation's file name in ModelSlim's description.
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
 _NEURON_SCALE = f"{_NEURON_EXPERTS}down_proj.scale"
-_LONGEST_HEADER = 100_000_000  # header limit of the safetensors format, in bytes
+_LONGEST_HEADER = 100_000_000  # size limit of headers in the safetensors format, in bytes
 
 
 @dataclass(frozen=True)
