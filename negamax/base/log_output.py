@@ -45,7 +45,7 @@ class RateLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        # kind of record -> (start of a period in monotonic seconds, number of records in it)
+        # kind of record -> (monotonic second when a period began, number of records in the period)
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

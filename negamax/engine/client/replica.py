@@ -36,7 +36,7 @@ class Replica:
         self._death = "the engine is not running"
         self._next_ready = 0.0  # Monotonic second when the next engine should be ready.
         self.has_failed = False
-        # Futures of `Record` commands without an answer, by number of the command.
+        # Number of an unanswered `Record` command -> its future.
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
 

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # Time between two checks whether ranks are alive.
-# The heartbeat thread reports a dead rank if the engine loop has not within `LAST_STEP_SECONDS`.
+# The heartbeat thread waits `LAST_STEP_SECONDS` for the engine loop to report a dead rank itself.
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # Time between attempts to connect to a server process.
 

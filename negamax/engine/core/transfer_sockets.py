@@ -61,7 +61,7 @@ class TransferSockets:
         needed but not set, and `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
-        self.transfers: Transfers  # The caller sets `transfers` before it calls methods.
+        self.transfers: Transfers  # The caller must set `transfers` before it calls a method.
         self._config, self._folder = config, folder
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # (socket, its monitor).

@@ -37,7 +37,7 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 logger = get_logger(__name__)
 
 UNREAD_SECONDS = 2.0  # A lease that no engine has asked for may end after this time.
-RENEWALS = 6  # Number of renewals during the lifetime of a lease.
+RENEWALS = 6  # Number of renewals within the time limit of a lease.
 MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
 Peer = PullPeer | bytes  # A prefilling engine, or the ZeroMQ identity (bytes) of a decoding engine.

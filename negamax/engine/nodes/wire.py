@@ -72,7 +72,7 @@ class StartRanks(msgspec.Struct, frozen=True, tag="start"):
     first_rank: int
     last_rank: int
     addresses: RankAddresses  # The receiving agent replaces `beats` by a file on its machine.
-    neighbours: dict[int, tuple[str, int]]  # `Join.address` of each other agent by node number.
+    neighbours: dict[int, tuple[str, int]]  # Node number -> `Join.address` of that agent.
 
 
 class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
