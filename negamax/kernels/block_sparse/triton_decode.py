@@ -81,7 +81,7 @@ def plan_sparse_decode(
         block_table_indices=rows,
         seq_lens=lengths,
         num_decodes=num_rows,
-        max_decode_run=1,  # each of these sequences has its own keys
+        max_decode_run=1,  # each row is a sequence with its own keys
         decode_runs=None,
         # without upper bounds, kernels would prefetch keys before the selection ends
         host_seq_lens=(shape.dense_tokens,) * num_rows,

@@ -21,7 +21,7 @@ def _own_selection_kernel(
     pages,  # [rows, TOPK] int32, pages of the selected blocks
     bounds,  # [rows] int32, number of tokens in each row's selected blocks, or None
     own_ids,  # [rows, TOPK] int32, written: numbers of selected blocks that this rank holds
-    own_pages,  # [rows, TOPK] int32, written: pages of these blocks in the rank's cache
+    own_pages,  # [rows, TOPK] int32, written: pages of the blocks `own_ids` in the rank's cache
     lengths,  # [rows] int32, written: number of tokens in the rank's blocks; None without `bounds`
     num_rows,
     rank,

@@ -125,7 +125,7 @@ def _run_many_tokens(
         return torch.zeros_like(x)
     by_expert, order = ids.flatten().sort(stable=True)
     edges = torch.arange(first, first + count + 1, device=ids.device)
-    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: slice rows by expert
+    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: the host slices the rows
     low, high = bounds[0], bounds[-1]
     pairs = order[low:high]
     rows = x.index_select(0, pairs.div(top_k, rounding_mode="floor"))
