@@ -69,7 +69,7 @@ class QuantizedActivations:
 
 @dataclass(frozen=True)
 class ShardedActivations(QuantizedActivations):
-    """Activations whose rows are sharded over `group`; the next all-reduce overwrites them.
+    """Activations whose rows are sharded over `group`, valid until the group's next all-reduce.
 
     `q` and `scale` have all rows. `hidden` has only this rank's rows, which start at row `first`.
     """

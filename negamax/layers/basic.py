@@ -91,7 +91,7 @@ class VocabEmbedding:
         ]
 
     def whole(self) -> "VocabEmbedding":
-        """Return this embedding, or if it is split, a copy that has all rows on this rank."""
+        """Return this embedding, or a copy with all rows on this rank if the rows are split."""
         if self._group.size == 1:
             return self
         other = copy(self)

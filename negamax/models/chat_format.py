@@ -138,7 +138,7 @@ class ChatFormat:
         )
 
     def begin_answer(self, prompt: str, *, may_think: bool) -> tuple[str, ReasoningState]:
-        """Return the rendered prompt and the reasoning state in which its answer begins.
+        """Return the rendered prompt and the reasoning state in which the answer begins.
 
         If `may_think` is false, append the closing tag to a prompt that opens reasoning.
         """

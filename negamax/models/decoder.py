@@ -124,7 +124,7 @@ class ImageTower(Protocol):
     def run_part(
         self, images: PartialImages, first: int, stop: int, num_parts: int
     ) -> PartialImages:
-        """Run parts `first` to `stop` of the layers, which are divided into `num_parts` parts."""
+        """Run parts `first` to `stop` - 1 of the `num_parts` parts of the layers."""
 
     def finish(self, images: PartialImages) -> Tensor:
         """Project the output of the last layer to N token embeddings [N, hidden]."""

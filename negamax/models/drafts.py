@@ -53,11 +53,11 @@ class DraftSpec(ModelSpec):
         return False
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target layers that the draft reads if its files list no layers."""
+        """Return the target layers that the draft reads if the draft's files list no layers."""
         raise ConfigError("the draft's files do not list its target layers", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return this spec with `layers` of `target`. Raises `ConfigError` if the sizes differ."""
+        """Return this spec with `layers` of `target`; raise `ConfigError` if sizes do not match."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),

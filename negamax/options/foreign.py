@@ -23,7 +23,7 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 
 @dataclass(frozen=True)
 class Translation:
-    """The translation of a foreign option: Negamax options, a note, or a refusal."""
+    """The translation of a foreign option to Negamax options, a note, or a refusal."""
 
     instead: tuple[tuple[str, str], ...] = ()  # (name, value) of equivalent Negamax options.
     over: tuple[tuple[str, str], ...] = ()  # (name, value) of options that override given options.

@@ -31,8 +31,8 @@ class KvEventsConfig:
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
-        """Read `--kv-events-config`. `num_ranks`: data-parallel ranks of all replicas. Return None
-        if the option does not enable publishing.
+        """Read `--kv-events-config`. `num_ranks`: number of data-parallel ranks of all replicas.
+        Return None if the option does not enable publishing.
         """
         check_json(_FLAG, given)
         known = {field.name for field in fields(KvEventsConfig)}
@@ -84,7 +84,7 @@ def _shift_port(endpoint: str, rank: int) -> str:
 
 
 def _check_address(key: str, address: object, num_ranks: int) -> int:
-    """Check an address. Return its port, or `_NO_PORT` if the address is a path."""
+    """Check an address, and return its port, or `_NO_PORT` if the address is a path."""
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     port = int(found[2]) if found is not None and found[2] else _NO_PORT
     if found is None or (found[2] and not 1 <= port <= 65536 - num_ranks):

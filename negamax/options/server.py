@@ -193,7 +193,7 @@ class ServerOptions:
     )
 
     def body_bytes(self, *, has_images: bool) -> int:
-        """Return the size limit of a request body. `has_images`: the model reads images."""
+        """Return the size limit of a request body. `has_images`: whether the model reads images."""
         return self.max_body_bytes or (64 if has_images else 32) * 2**20
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Causal grouped-query attention over a paged cache, and norm, rope and cache write before it."""
+"""Causal grouped-query attention over a paged cache, preceded by norm, rope and cache write."""

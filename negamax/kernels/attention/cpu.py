@@ -157,7 +157,7 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """The adjacent queries of one sequence among the T queries of the step."""
+    """The queries of one sequence, which are adjacent among the T queries of the step."""
 
     queries: slice
     blocks: Tensor  # result of `gather_index`: indices of the blocks that contain the keys

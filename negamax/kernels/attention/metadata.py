@@ -48,13 +48,13 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """T query tokens of S sequences with keys in paged caches.
+    """Metadata of T query tokens of S sequences, whose keys are in paged caches.
 
     The queries of a sequence are its last tokens. Each of the first `num_decodes` sequences has one
     query, and each later sequence has several queries. The queries of sequence s are tokens
     query_starts[s] to query_starts[s + 1] - 1. Sequence s has the blocks
     block_tables[block_table_indices[s]]. Tensors are on the caches' device. The host plans kernels
-    with the `host_` fields, which are () during graph capture. On GPUs the `host_` lengths are
+    with the `host_` fields, which are empty during graph capture. On GPUs the `host_` lengths are
     upper bounds while draft tokens of an earlier step are being verified.
     """
 

@@ -81,8 +81,8 @@ def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _first_rows(x, ROWS: tl.constexpr):
-    """Return the first ROWS rows (all or half) of x [WARPS, BLOCK_M, columns]; values stay in their
-    registers.
+    """Return the first ROWS rows (all or half) of x [WARPS, BLOCK_M, columns], without moving
+    values between registers.
     """
     if x.shape[1] > ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
@@ -289,7 +289,7 @@ def _all_programs_run(device: torch.device, block_m: int) -> bool:
 
 
 def has_one_new_key(plan: DecodePlan) -> bool:
-    """Return whether the plan guarantees that a split has at most one key of this step."""
+    """Return whether the plan guarantees that this step writes at most one key of a split."""
     queries = plan.queries
     return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
 
@@ -319,7 +319,7 @@ def launch_decode(
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Run `decode` and write `output` and lse [T, heads]; `lengths` [S] replace planned lengths."""
+    """Run `decode`; write `output`, lse [T, heads]. `lengths` [S] replace the plan's `seq_lens`."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -59,7 +59,7 @@ WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """Return this thread's buffer for partial results: int32 [words], EMPTY between launches."""
+    """Return this thread's buffer for partial results, int32 [words], EMPTY between launches."""
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

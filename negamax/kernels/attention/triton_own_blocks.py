@@ -20,7 +20,7 @@ _CHUNK = 1024  # number of blocks that the planning program loads at a time
 
 @dataclass(frozen=True)
 class OwnBlocks:
-    """The blocks that a rank holds of each of S sequences, in ascending order."""
+    """The blocks of each of S sequences that a rank stores, in ascending order."""
 
     blocks: Tensor  # [S, 2, max_blocks] int32: indices in the sequence, then in the rank's cache
     held: Tensor  # [S, max_blocks] int32; entry i counts this rank's blocks among blocks 0 to i

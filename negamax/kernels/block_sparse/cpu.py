@@ -1,10 +1,10 @@
 """Block-sparse attention on the CPU, batch-invariant.
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
-tiles of `attention/cpu.py`. Decodes and prefill tokens with more than `topk_blocks` blocks use
-dense decode attention, which treats each pair (token, KV head) as a sequence. The block table of a
-pair lists the pages of the pair's selected blocks; the pair's sequence length depends only on the
-token's position. A query's result therefore does not depend on the batch or on chunk borders.
+tiles of `attention/cpu.py`. All decodes, and prefill tokens with more than `topk_blocks` blocks,
+use dense decode attention, which treats each pair (token, KV head) as a sequence. The block table
+of a pair lists the pages of the pair's selected blocks; the pair's sequence length depends only on
+the token's position. A query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
 block is selected without a score.
@@ -102,7 +102,7 @@ def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectS
 
 
 def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
-    """List the shard's blocks of each sequence. Padding entries have the number NO_BLOCK."""
+    """List each sequence's blocks in the shard. Padding entries have the number NO_BLOCK."""
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
     counts = is_mine.sum(1, keepdim=True)

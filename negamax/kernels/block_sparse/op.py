@@ -51,13 +51,13 @@ class SparseHeadNorm:
 
     @property
     def index_heads(self) -> int:
-        """The index heads of all ranks if ranks shard the index keys, else those of this rank."""
+        """Number of index heads: all ranks' if ranks shard the index keys, else this rank's."""
         return self.shard.heads or self.kv_heads
 
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """The parts of a projection in fp32, in the order of its columns."""
+    """The parts of a projection, in fp32 and in the order of the projection's columns."""
 
     q: Tensor  # [T, heads, head_dim]
     k: Tensor  # [T, kv_heads, head_dim]
@@ -142,7 +142,7 @@ class BlockSparsePlan:
 
 
 def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
-    """Check that FP8 output is not requested, and wrap `queries` and `shape`."""
+    """Check that FP8 output is not requested; return `BlockSparsePlan(queries, shape)`."""
     assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return BlockSparsePlan(queries, shape)
 

@@ -16,7 +16,7 @@ class SelectionTiles:
     attend_prefill = Launch(block_n=32, num_warps=4, num_stages=2)
 
     def select_decode(self, cache_bytes: int) -> Launch:
-        """Return the launch sizes for index keys with `cache_bytes` per element."""
+        """Return the launch sizes for index keys with `cache_bytes` bytes per element."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:

@@ -228,10 +228,10 @@ def _choose(
     scores, stride, width, numbers, table, num_scored, queries, ids, pages, ROWS: tl.constexpr,
     ENTRIES: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for all index queries of `queries`, ROWS at a time.
+    """Select blocks for all index queries of `queries`, ROWS index queries at a time.
 
-    Among more than ENTRIES blocks, the first level selects groups and the second level selects
-    blocks of these groups.
+    If there are more than ENTRIES blocks, the first level selects groups of blocks, and the second
+    level selects blocks of these groups.
     """
     entry, column = tl.arange(0, ENTRIES)[None, :], tl.arange(0, C.TOPK_POW2)[None, :]
     num_rows = queries.count * C.HEADS

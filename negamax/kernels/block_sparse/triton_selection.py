@@ -3,7 +3,7 @@
 The upper half of a block's sort key is the score as an integer that sorts in the same order. The
 lower half of a sort key is the negated block number. Among blocks with equal scores the block with
 the lower number therefore has the larger key, and no two keys are equal. A bitonic sort (`tl.topk`)
-finds the largest keys, and a second sort orders their blocks.
+finds the largest keys, and a second sort orders their block numbers.
 """
 
 from typing import NamedTuple

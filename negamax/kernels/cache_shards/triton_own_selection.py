@@ -59,8 +59,8 @@ def _own_selection_kernel(
 def filter_selection(
     choice: BlockSelection, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockSelection, Tensor | None]:
-    """Return the rank's blocks of `choice`, then -1. `bounds` [T * kv_heads] int32, if given, are
-    token counts of all selected blocks; also return the token counts of the rank's blocks.
+    """Return the rank's blocks of `choice`, then -1. If `bounds` [T * kv_heads] int32, the token
+    counts of all selected blocks, is given, also return the token counts of the rank's blocks.
     """
     ids = choice.ids
     own = BlockSelection(torch.empty_like(ids), torch.empty_like(choice.pages))

@@ -40,7 +40,7 @@ def add_flag(data, flag):
 
 @triton.jit
 def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
-    """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy."""
+    """Store `data` (int32) with `flag` at words `offset + index` of the region on every rank."""
     word = add_flag(data, flag)
     bases = load_peer_bases(addresses, WORLD)
     for peer in tl.static_range(WORLD):

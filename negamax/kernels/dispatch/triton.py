@@ -48,7 +48,7 @@ class ExchangeConstants(NamedTuple):
 
 @triton.jit
 def _are_held(ids, first, C: tl.constexpr):
-    """Return 1 for `ids` of the rank whose experts are first to first + C.COUNT - 1, else 0."""
+    """Return 1 for `ids` from first to first + C.COUNT - 1, the experts of one rank, else 0."""
     return ((ids >= first) & (ids < first + C.COUNT)).to(tl.int32)
 
 

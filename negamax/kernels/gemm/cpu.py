@@ -10,7 +10,7 @@ oneDNN compiles a kernel for every row count and weight shape, which takes 0.6 m
 heap. oneDNN keeps the last 1024 kernels, and heap fragmentation prevents the release of older
 kernels. Rows are therefore split into tiles of at most 256 rows, and tiles are padded to one of 80
 sizes. After a minute of mixed requests, the process of a small model takes 0.7 GiB with tiles, and
-1.5 GiB without. Tiles make the process 1.015 times as fast.
+1.5 GiB without tiles. Tiles make the process 1.015 times as fast.
 
 Without oneDNN, F.linear multiplies fp32 matrices. A BLAS library uses different code for few rows.
 With MKL on Zen 4, the last bits for 1 to 3, 5 to 7 and 9 to 11 rows differ from the bits for all

@@ -50,7 +50,7 @@ class GemmTiles:
     multiprocessors: int
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """Return a tile if the FP8 weight fits into the registers of all programs, else None."""
+        """Return a tile if the registers of all programs can store the FP8 weight, else None."""
         return None
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
@@ -191,7 +191,7 @@ class H200GemmTiles(GemmTiles):
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
-        """Return a small tile for up to two programs per multiprocessor, else a large tile."""
+        """Return a 64 x 64 tile if up to two programs per multiprocessor suffice, else 64 x 128."""
         programs = -(-N // 64) * -(-M // 64)
         if programs <= 2 * self.multiprocessors:
             return Tile(64, 64, 128, num_warps=4, num_stages=5)

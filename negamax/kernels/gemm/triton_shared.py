@@ -31,7 +31,7 @@ def store_split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """Transpose acc [BLOCK_N, BLOCK_M] of tile number `tile` and store it to out_ptrs where
-    `inside` is true. The last of several splits adds the partial sums in a fixed order.
+    `inside` is true. The split that ends last adds the partial sums in a fixed order.
     """
     if SPLIT_K == 1:
         tl.store(out_ptrs, tl.trans(acc).to(out_ptrs.dtype.element_ty), mask=inside)

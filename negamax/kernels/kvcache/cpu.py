@@ -1,5 +1,5 @@
 """Cache row indices and rope angles on the CPU. NumPy computes the indices, because its calls take
-less time than PyTorch's calls. The angles are batch-invariant (`rowwise`).
+less time than PyTorch's calls. `kernels/rowwise.py` makes the angles batch-invariant.
 """
 
 import numpy as np

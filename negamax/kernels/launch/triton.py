@@ -20,7 +20,7 @@ Rules for a kernel that is launched with `launch_options`:
   kernels wrote before the first layer, because the last of them do not call `launch_dependents`.
 
 A kernel that loads nothing before the wait gains a microsecond by an early start. An early start
-may also cost more, most likely because the GPU distributes programs unevenly over multiprocessors
+may also cost time, most likely because the GPU distributes programs unevenly over multiprocessors
 that are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and
 its successor may start early. With `dependent=False` a kernel is launched without PDL.
 

@@ -28,7 +28,7 @@ _BLOCK = 1024  # number of columns per program; no other values were measured
 
 @triton.jit
 def swiglu(gate, up, A: tl.constexpr):
-    """Apply `SwiGlu` A to fp32 values; NaN stays NaN."""
+    """Apply the activation A (`SwiGlu`) to fp32 values; NaN stays NaN."""
     if A.limit is not None:
         gate = tl.where(gate > A.limit, A.limit, gate)
         up = tl.where(up > A.limit, A.limit, tl.where(up < -A.limit, -A.limit, up))
@@ -49,7 +49,7 @@ def _swiglu_kernel(
     A: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK columns of one row, as groups of 128."""
+    """Compute BLOCK columns of one row, in groups of 128 columns."""
     TILES: tl.constexpr = triton.cdiv(WIDTH, BLOCK)
     row, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
     group = tile * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)

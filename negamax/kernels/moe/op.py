@@ -38,7 +38,7 @@ class Router:
 def prepare_router(
     gate: Tensor, bias: Tensor, /, *, scaling: float = 1.0, shared: bool = False
 ) -> Prepared:
-    """Wrap gate [experts, hidden] fp32 and bias [experts] fp32."""
+    """Return a `Router` with gate [experts, hidden] fp32 and bias [experts] fp32."""
     return Router(gate, bias, scaling=scaling, shared=shared)
 
 

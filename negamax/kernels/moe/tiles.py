@@ -58,7 +58,7 @@ class MoeTiles:
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
     def gemv_max_m(self, width: int) -> int:
-        """Return the maximum M for gemv, in which each (token, choice) pair reads its expert."""
+        """Return the maximum M for gemv, which reads an expert for each (token, choice) pair."""
         return 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:

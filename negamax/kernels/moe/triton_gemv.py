@@ -140,7 +140,7 @@ def _down_packed_row(
     h_ptr, topk_ids_ptr, topk_weights_ptr, w, out_ptr, first_expert, num_experts, pair, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs of one pair, or zeros if its expert is on another rank."""
+    """Compute BLOCK_N outputs of one pair, or zeros if the pair's expert is on another rank."""
     P: tl.constexpr = E.DOWN
     offs_n = first_n + tl.arange(0, BLOCK_N)
     n_inside = offs_n < E.HIDDEN

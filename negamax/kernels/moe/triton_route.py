@@ -189,8 +189,8 @@ def _route_small_m_kernel(
 
     The flag in a word shows whether this launch has written the word. Because of these flags, the
     kernel needs no counter, no fence and no reset. With PARALLEL_TOPK program t waits for the
-    logits of token t and selects its experts. Without PARALLEL_TOPK the last program selects
-    experts for all tokens. The interpreter needs PARALLEL_TOPK = False, because it runs one
+    logits of token t and selects the token's experts. Without PARALLEL_TOPK the last program
+    selects experts for all tokens. The interpreter needs PARALLEL_TOPK = False, because it runs one
     program after another.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
@@ -358,7 +358,7 @@ def _route_large_m_kernel(
 
 @dataclass(frozen=True)
 class PreparedGate:
-    """The router's weights, and the state that its kernels keep between launches."""
+    """The router's weights, and the state that the router's kernels keep between launches."""
 
     gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32

@@ -41,7 +41,7 @@ class ExpertConstants:
 
 @dataclass(frozen=True)
 class PreparedExperts(ExpertWeights):
-    """Stacked weights: FP8 (a scale per 128 x 128 block), plain in the model's dtype, or packed."""
+    """Stacked weights in FP8 (a scale per 128 x 128 block), in the model's dtype, or packed."""
 
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
     gate_up: Tensor | PackedTensors

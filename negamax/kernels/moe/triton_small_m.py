@@ -204,7 +204,7 @@ def _gate_up_small_m_kernel(
         gate [BLOCK_N, HIDDEN]              x [BLOCK_M, HIDDEN]^T  ->  h[pairs, BLOCK_N]
         up   [BLOCK_N, HIDDEN]
 
-    With `per_pair` a program belongs to a pair. It computes the pair's expert, unless an earlier
+    With `per_pair` a program belongs to a pair, and computes the pair's expert unless an earlier
     pair has the same expert. A shared expert has one program per BLOCK_M tokens, and these programs
     start first, because one program for all tokens would end after all others.
     """

@@ -12,7 +12,7 @@ of stages in shared memory:
 
 While one consumer adds its product to the sum in registers, the tensor cores multiply for the
 other. A tile of 128 x 256 needs less bandwidth of shared memory and L2 than a 64 x 128 tile of
-`triton_prefill.py`. For gate and up, the tiles of w are 128 gate rows and the same 128 up rows.
+`triton_prefill.py`. For gate and up, the tiles of w are 128 gate rows and the matching up rows.
 """
 
 from torch import Tensor

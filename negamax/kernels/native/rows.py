@@ -86,7 +86,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
 def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Compute `qk_norm_rope_write`; with several ranks PyTorch ops run around the all-reduce."""
+    """Run `attention.qk_norm_rope_write`, in PyTorch if there are several ranks or KV scales."""
     if (group is not None and group.size > 1) or not cache.is_unscaled(qkv.dtype):
         return attention_cpu.qk_norm_rope_write(qkv, norm, at, cache, group=group)
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
@@ -229,7 +229,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Te
 
 
 def experts_kernel(linear: AnyKernel) -> AnyKernel:
-    """Make a `moe.experts` kernel: C code runs all except the GEMMs of `linear` (`gemm.linear`)."""
+    """Make a `moe.experts` kernel of C functions; `linear`, a `gemm.linear` kernel, runs GEMMs."""
     product = linear.run
 
     def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:

@@ -26,7 +26,7 @@ class NormWeight:
 def prepare(
     weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
 ) -> Prepared:
-    """Wrap weight [width] and the epsilon under the square root of the norm."""
+    """Return a `NormWeight`: weight [width], and the epsilon under the square root of the norm."""
     return NormWeight(weight, eps, quantize, gemma)
 
 

@@ -8,8 +8,8 @@
     in registers            even [BLOCK] and odd [BLOCK], fp32
 
 A row is read once, and statistics stay in registers. The kernel moves 2 * width bytes per row for
-each part of x, for each read and write of the residual, and for `out`. FP8 adds width * 33 / 32
-bytes.
+each part of x, for each read and write of the residual, and for `out`. FP8 output adds width * 33 /
+32 bytes per row.
 """
 
 import torch

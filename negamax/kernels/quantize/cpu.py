@@ -20,7 +20,7 @@ def dequantize_block(
     weight: Tensor,  # [N, K] float8_e4m3fn
     scale: Tensor,  # [ceil(N / 128), ceil(K / 128)] fp32
 ) -> Tensor:  # [N, K] fp32
-    """Dequantize a weight: multiply by the scales of blocks in fp32. NaN stays NaN."""
+    """Dequantize a weight in fp32, with one scale per block. NaN stays NaN."""
     rows, columns = weight.shape
     stored = weight.view(torch.int8)
     has_nan = bool(stored.numel() and stored.bitwise_and(_NAN).amax() == _NAN)

@@ -28,7 +28,7 @@ def empty_e4m3(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outputs(out: Tensor, *, quantize: bool) -> Outputs:
-    """Return the tensors that a kernel fills: `out` and, with `quantize`, an FP8 copy of `out`."""
+    """Return `out` and, with `quantize`, an FP8 copy of `out`, which a kernel then fills."""
     return (out, *empty_e4m3(out)) if quantize else (out, None, None)
 
 

@@ -32,12 +32,12 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return a number in [0, 1) per row, [R] fp32: the leading 24 bits of its key."""
+    """Return a number in [0, 1) per row, [R] fp32: the leading 24 bits of the row's key."""
     return (row_keys(seeds, positions)[1] >> 8).float() * 2.0**-24
 
 
 def token_bits(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
-    """Return 32 random bits per token, as int64; keys and ids broadcast."""
+    """Return 32 random bits per token, as int64; `keys` and `token_ids` are broadcast."""
     x = (token_ids * MIX32_ID + keys[0]) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * MIX32_A) & 0xFFFFFFFF
     x = ((x ^ (x >> 13) ^ keys[1]) * MIX32_B) & 0xFFFFFFFF

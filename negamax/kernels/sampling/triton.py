@@ -210,8 +210,8 @@ def _restore_sortable(key):
 
 @triton.jit
 def _find_top_places(key, COUNT: tl.constexpr):
-    """Number the COUNT largest of the uint32 keys [N] 0 to COUNT - 1, in the order of their
-    indices. Each smaller key gets COUNT. If keys are equal, the first keys are selected. N <= 2^15.
+    """Give the COUNT largest of the uint32 keys [N] the numbers 0 to COUNT - 1, by ascending index.
+    Each smaller key gets COUNT. If keys are equal, the first keys are selected. N <= 2^15.
 
     The COUNT-th largest key is found two bits at a time, by counting the keys above a threshold.
     """

@@ -158,7 +158,7 @@ def multiply_weight(
     loaded, x_ptr, x_rows, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Multiply `loaded` with rows of x [any, K] -> [ROWS, TOKENS] fp32, without row scales."""
+    """Multiply weights `loaded` with rows of x [any, K] -> [ROWS, TOKENS] fp32; no row scales."""
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -183,7 +183,7 @@ def multiply_token(
     loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Multiply `loaded` with one token x [K] -> [ROWS] fp32, without row scales."""
+    """Multiply weights `loaded` with one token x [K] -> [ROWS] fp32, without row scales."""
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty

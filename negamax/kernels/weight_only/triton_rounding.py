@@ -27,7 +27,7 @@ _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 def rounded_dtype(packing: Packing) -> torch.dtype:
-    """Return the dtype that the codes and the rounded activations have."""
+    """Return the dtype of both the codes and the rounded activations."""
     return _DTYPES[packing.ELEMENT]
 
 

@@ -2,7 +2,7 @@
 
 A field with the prefix `dspark_` replaces the field of the same name without the prefix. If one
 config.json describes draft and target, fields without the prefix describe the target. In
-config.json, layer number L is the output of target layer L, counted from 0.
+config.json, layer number L selects the output of target layer L, counted from 0.
 """
 
 from collections.abc import Mapping

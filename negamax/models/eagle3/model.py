@@ -270,7 +270,7 @@ class Eagle3Draft:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """Compare d2t with t2d if the files have t2d, because valid, distinct ids may be wrong."""
+        """Compare d2t with t2d, if stored, because valid, distinct ids in d2t may be wrong."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:

@@ -1,6 +1,6 @@
 """Read the config.json of drafts that vLLM's speculators library wrote.
 
-`transformer_layer_config` contains the draft's sizes, and `speculators_config` describes its use.
+`transformer_layer_config` has the draft's sizes; `speculators_config` describes the draft's use.
 The top level contains EAGLE3 fields such as `draft_vocab_size`.
 """
 

@@ -225,7 +225,7 @@ class MiniMaxM2Block(CallBlock):
         """Read `text`, which follows the last closer. Return False if the closer is data.
 
         The closer ends the value if the text after it begins an argument that the tool declares and
-        the call does not have yet, in a form of `_OTHER_FORMS`. White space alone does not decide.
+        the call does not have yet, in a form of `_OTHER_FORMS`. White space alone decides nothing.
         """
         assert self._closer is not None
         if not self._words and text.isspace():

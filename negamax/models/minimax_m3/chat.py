@@ -209,7 +209,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
-    """Return the element name in a tag, without attributes that no known name contains."""
+    """Return the element name in a tag; drop attributes unless a schema lists the whole text."""
     name = inner.strip()
     word = _ATTRIBUTES.sub("", name)
     return next(filter(is_known, (inner, name, word)), inner if word == name else word)

@@ -78,7 +78,7 @@ class _VisionLayer:
         self._mlp = weights.take_mlp(own.mlp, hidden, spec.intermediate_size, hidden)
 
     def __call__(self, h: Tensor, angles: tuple[Tensor, Tensor], sizes: Sequence[int]) -> Tensor:
-        """Map patches h [N, hidden], `sizes` per image; `angles`: cos, sin [N, 1, rotated] fp32."""
+        """Run on patches h [N, hidden], `sizes` per image; angles cos, sin [N, 1, rotated] fp32."""
         x = self._norms[0](h)
         q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
         q, k = self._rope(q, k, *angles)
