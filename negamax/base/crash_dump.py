@@ -33,8 +33,8 @@ class CrashDumps:
     """Writes crash dumps of one process. The thread that notices a crash writes the dump."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
-        """`folder` None selects the default folder, and `folder` `OFF` disables crash dumps. `part`
-        is the kind of process, such as "engine". `options` must not contain secrets.
+        """Write into `folder`, or if None into the default folder. `OFF` disables crash dumps.
+        `part` is the kind of process, such as "engine". `options` must not contain secrets.
         """
         self._folder, self._part, self._options = folder, part, options
         self._last = -_PAUSE_SECONDS

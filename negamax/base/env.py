@@ -84,7 +84,7 @@ def set_batch_invariant_gemms() -> None:
 
     Variables that the user has set are not changed. Libraries read their variables at the first
     GEMM. With AMX, oneDNN's bf16 results depend on the batch size if a matrix has over 32 rows and
-    over 256 columns. On Intel processors, MKL's fp32 results depend on the batch size, too.
+    over 256 columns. On Intel processors, MKL's fp32 results also depend on the batch size.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():

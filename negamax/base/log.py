@@ -58,7 +58,7 @@ def setup_as_parent() -> None:
 
 
 def settings(replica: int | None = None) -> str:
-    """Return the value of `CHILD_VARIABLE` for a child process of `replica`; None: this replica."""
+    """Return the value of `CHILD_VARIABLE` for a child of `replica`, or of this replica if None."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()
@@ -98,7 +98,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Writes each record as a JSON object on one line. `fields` of the record become members."""
+    """Writes each record, including its `fields`, as a JSON object on one line."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
     """Add to each run of `result` the shortest possible TPOT and its ratio to the measured TPOT.
 
     Runs with speculative decoding are skipped, because their steps yield several tokens. Results of
-    pipeline-parallel or data-parallel engines are skipped, too.
+    pipeline-parallel or data-parallel engines are also skipped.
     """
     if label(result) != f"TP{result['tensor_parallel_size']}":
         return

@@ -283,7 +283,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:
-    """Return token ids for random prompts: the tokenizer's text tokens, or common ids."""
+    """Return token ids for random prompts: the tokenizer's text tokens, or ids of most models."""
     if options.tokenizer is None or options.prompt_format != "ids":
         return workloads.COMMON_IDS
     tokenizer = _tokenizer(options.tokenizer)

@@ -70,7 +70,7 @@ class ClientConnection(asyncio.Protocol):
         return self._keep and self._sink is None and is_open
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Send `request` and pass its answer to `sink` until its end. Raises `ExchangeError`."""
+        """Send `request`, and pass the whole answer to `sink`. Raises `ExchangeError`."""
         if self._transport is None or self._transport.is_closing():
             raise ExchangeError(CLOSED_EARLY, fresh=True)
         self._sink, self._untouched, self._num_framing = sink, True, 0

@@ -187,7 +187,7 @@ def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
 
 
 def block(summary: dict[str, Any], options: BenchOptions) -> str:
-    """Return the text report of vLLM and SGLang, with remarks on how metrics were counted."""
+    """Return a report in vLLM's and SGLang's format, with remarks on how metrics were counted."""
     values = summary | {"max_concurrency": options.max_concurrency}
     if math.isfinite(options.request_rate):
         values["request_rate"] = options.request_rate

@@ -103,7 +103,7 @@ def resolve_model(
 
     `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
     cache. `source` is one of `options.engine.SOURCES`. The configuration files are downloaded
-    first. Then `check` is called with their folder. If `needs_weights` is set, the weights of the
+    first. Then `check` is called with the folder. If `needs_weights` is set, the weights of the
     model and of `subfolder` are downloaded last.
 
     Raises `ConfigError` for an unknown name, a missing or private repository, an unknown revision,

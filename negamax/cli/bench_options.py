@@ -71,12 +71,12 @@ def write_json(file: Path | None, document: object) -> None:
 
 
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read text such as '1,4,16' as distinct numbers. Raises `ConfigError` with `flag`."""
+    """Read text such as '1,4,16' as distinct numbers. Raises a `ConfigError` that names `flag`."""
     return tuple(dict.fromkeys(parse_numbers(text, flag=flag)))
 
 
 def parse_numbers(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read text such as '8,8,32' as a list of numbers. Raises `ConfigError` with `flag`."""
+    """Read text such as '8,8,32' as a list of numbers. Raises a `ConfigError` that names `flag`."""
     words = [word.strip() for word in text.split(",")]
     if not all(
         word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_COUNT and len(word) < 9

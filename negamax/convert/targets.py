@@ -1,7 +1,7 @@
 """Targets of `negamax convert --to`, which targets.toml lists.
 
 A target defines a quantization config, which the conversion writes to config.json. The package
-`quantization` reads each module's format from this config. This module does not import torch.
+`quantization` reads each module's format from config.json. This module does not import torch.
 """
 
 from collections.abc import Mapping

@@ -46,7 +46,7 @@ class Role(Enum):
 
 
 class Known(Enum):
-    """Content that a format prescribes for a tensor. The loader only checks such a tensor."""
+    """Content that a format prescribes for a tensor, which the loader checks and drops."""
 
     ZEROS = "zeros"
     SHAPE = "shape"  # The tensor contains the shape of the matrix.

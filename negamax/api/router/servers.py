@@ -118,7 +118,7 @@ class RoutedServer:
     async def send(
         self, method: bytes, target: bytes, *, headers: Headers, body: bytes
     ) -> Exchange:
-        """Send a request and wait for the answer's head, or raise `UnavailableError`."""
+        """Send a request. Wait for the answer's status and headers, or raise `UnavailableError`."""
         connection, began = self.connections.take(), time.monotonic()
         if connection is not None:
             try:

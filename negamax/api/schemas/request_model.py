@@ -1,8 +1,8 @@
 """Define the base class of all requests, which validates strictly and raises readable errors.
 
-In every object of a request, `null` means that a field is left out, and a number such as 5.0 is an
-integer. A field in `ignored_fields` has no effect. A field in `unsupported_fields` is refused with
-a reason, unless its value is false, 0, "" or [].
+In every object of a request, a field with `null` counts as absent, and a number such as 5.0 counts
+as an integer. A field in `ignored_fields` has no effect. A field in `unsupported_fields` is refused
+with a reason, unless its value is false, 0, "" or [].
 
 An unknown field is refused if its name resembles a known field that the request does not set. Other
 unknown fields are ignored, because clients send fields of other servers. Only the first wrong

@@ -120,7 +120,7 @@ class SamplingFields(RequestModel):
     ignore_eos: bool = False  # Continue after the end token.
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
-        """Build the engine's sampling parameters from the fields with the same names.
+        """Build the engine's sampling parameters from request fields with the same names.
 
         `renamed` contains parameters that have another name or meaning in the client's API.
         """

@@ -188,7 +188,7 @@ class EngineLoop:
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
-        """Return `updates` with statistics, started requests and tokens since the last report."""
+        """Report `updates`, statistics, and the requests and step tokens since the last report."""
         report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
         self._step_tokens.clear()

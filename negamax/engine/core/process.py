@@ -207,7 +207,7 @@ def _record(loop: EngineLoop, message: wire.Record) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """State of the engine loop that heartbeats report. Only the loop's thread changes the state."""
+    """Engine loop state that heartbeats report. Only the loop's thread changes the state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

@@ -488,7 +488,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or `MEASURED` if it is unknown. Plans need only time ratios."""
+    """Return this machine's GPU, or `MEASURED` for an unknown GPU. Plans need only time ratios."""
     if device == "cpu":
         return MEASURED
     try:

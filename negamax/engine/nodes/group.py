@@ -84,7 +84,7 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of all other nodes. After `start`, a thread receives the agents' messages."""
+    """Ranks of all nodes except node 0. After `start`, a thread receives agents' messages."""
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
