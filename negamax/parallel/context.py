@@ -168,7 +168,7 @@ def _meet(
 
 
 def _list_groups(layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
-    """Map each group field of `ParallelContext` to the world ranks of this rank's group."""
+    """Map each field of `ParallelContext` that is a group to the group's world ranks."""
     return {
         "attention_group": layout.attention.ranks,
         "expert_group": layout.experts.ranks,
@@ -183,7 +183,7 @@ def _list_groups(layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
 def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create the groups of all ranks. Return this rank's groups by their world ranks."""
+    """Create the groups of all ranks. Return this rank's groups, keyed by their world ranks."""
     places = [layout.replace_rank(rank) for rank in range(layout.world_size)]
     groups = {}
     # torch.distributed requires that every rank creates all groups in the same order.

@@ -214,7 +214,7 @@ class ParallelLayout:
 
     @property
     def num_encoders(self) -> int:
-        """Return the number of ranks that each encode some images of a data-parallel replica."""
+        """Return the number of ranks that share the image encoding of a data-parallel replica."""
         return self.cp * self.tp
 
     @property
@@ -308,7 +308,7 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the range of `rank` if `size` ranks split `total` equally. Errors contain `what`."""
+    """Return the range of `rank` if `size` ranks split `total` equally. `what` names `total`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks equally")
     per_rank = total // size

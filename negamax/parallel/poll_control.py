@@ -7,11 +7,11 @@ import torch
 
 class PollControl:
     """A clock, a time limit and an abort flag in host memory. Waiting kernels read clock and flag
-    every millisecond, and set the flag at the limit. After an abort, all results are invalid.
+    every millisecond, and set the flag at the time limit. After an abort, all results are invalid.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Limit each wait of a kernel to `seconds`, on a clock that only `tick` advances."""
+        """Limit each wait of a kernel to `seconds`. Only `tick` advances the clock."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()  # Address of `words` for kernels.
         # `words`: [clock in ms, limit in ms, abort flag]. Python writes `words` through ctypes,

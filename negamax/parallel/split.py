@@ -1,7 +1,7 @@
 """Check whether a model can be split over ranks.
 
 The engine calls `check_split` before it starts a process. `negamax doctor` lists valid sizes.
-Weight formats allow all sizes, because `layout.share` pads to whole quantization groups with zeros.
+Weight formats allow all sizes, because `layout.share` zero-pads parts to whole quantization groups.
 """
 
 from collections.abc import Iterator

@@ -168,7 +168,7 @@ class Costs:
     def token_seconds(
         self, concurrency: int, *, context: float, drafts: Drafts | None
     ) -> tuple[float, int]:
-        """Return the least seconds per token of a sequence, and the draft length that gives it."""
+        """Return the least seconds per token of a sequence, and the draft length with this time."""
         if drafts is None:
             return self.decode_seconds(concurrency, context=context), 0
         settings, block, once = drafts.speculation, None, 0.0
@@ -191,7 +191,7 @@ class Costs:
         return self.chunks_seconds([chunk] * whole + [rest] * (rest > 0))
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
-        """Return the time to first token of one prompt, whose `chunks` overlap in the stages."""
+        """Return the time to first token of one prompt if the stages run `chunks` concurrently."""
         ended = [0.0] * self._layout.pp  # time in seconds at which each stage ends its latest chunk
         done = 0
         for size in chunks:
@@ -287,7 +287,7 @@ class Costs:
         return read, rate
 
     def _exchanges(self, own: int, *, ranks: int) -> float:
-        """Return the time of one layer's exchanges between `ranks` with `own` tokens each."""
+        """Return the time of one layer's exchanges between `ranks` ranks with `own` tokens each."""
         layout, hidden = self._layout, self._model.weights.spec.hidden_size
         found = 0.0
         if layout.tp > 1:
@@ -312,7 +312,7 @@ class Costs:
         return num_layers * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
-        """Return the time of DCP to exchange a layer's outputs and a 4-byte weight per head."""
+        """Return DCP's time to exchange a layer's outputs and a 4-byte weight per head."""
         layout, spec = self._layout, self._model.weights.spec
         if layout.dcp == 1:
             return 0.0
@@ -328,7 +328,7 @@ class Costs:
         return GATHER_SHARE * self._gpu.link if self._is_local else NETWORK_BYTES
 
     def _sum_seconds(self, tokens: int, ranks: int) -> float:
-        """Return the time to sum `tokens` rows over `ranks` of one machine."""
+        """Return the time to sum `tokens` rows over `ranks` ranks of one machine."""
         hidden, gpu = self._model.weights.spec.hidden_size, self._gpu
         num_bytes = 2 * (ranks - 1) / ranks * tokens * 2 * hidden
         if not gpu.has_fabric:

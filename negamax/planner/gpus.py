@@ -50,7 +50,7 @@ def format_gib(num_bytes: float) -> str:
 
 
 def find_gpu(name: str) -> GpuModel:
-    """Return the GPU with a name of `GPUS` or of a driver ("NVIDIA H200"). Raises `ConfigError`."""
+    """Find a GPU by its name in `GPUS` or in the driver ("NVIDIA H200"). Raises `ConfigError`."""
     words = set(re.findall("[a-z0-9]+", name.lower()))
     found = [key for key in GPUS if words.issuperset(key.split("-"))]
     if not found:
@@ -62,7 +62,7 @@ def find_gpu(name: str) -> GpuModel:
 
 
 def visible_gpus() -> Sequence[GpuModel]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES; [] without a driver. Raises `ConfigError`."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or [] without a driver. Raises `ConfigError`."""
     try:
         rows = _driver_rows("index,uuid,name,memory.total")
         seen = _seen_by_cuda(rows, env.find_variables(_VISIBLE).get(_VISIBLE))
@@ -73,7 +73,7 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """Return the ids of usable GPUs; None if neither CUDA_VISIBLE_DEVICES nor a driver exists."""
+    """Return the ids of usable GPUs, or None if CUDA_VISIBLE_DEVICES and a driver are missing."""
     wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:

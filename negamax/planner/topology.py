@@ -119,7 +119,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    An engine takes GPUs of one machine, or several whole machines. Pass `kv_heads` to allow DCP.
+    An engine uses GPUs of one machine or several whole machines. Pass `kv_heads` to allow DCP.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks

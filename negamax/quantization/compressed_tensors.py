@@ -175,7 +175,7 @@ def _read_floats(weights: QuantizationSpec, *, stored: TensorFormat, table: str)
 def packed(
     bits: int, size: int, *, symmetric: bool = True, is_stored_order: bool = False
 ) -> TensorFormat:
-    """Return the format of integers in 32-bit words along columns, stored as number + 2^(bits - 1).
+    """Return the format of integers, stored as number + 2^(bits - 1) in words along columns.
 
     Each group of `size` columns of a row (-1: all columns) has a scale. If `symmetric` is false,
     each group also has a zero point.

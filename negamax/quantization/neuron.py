@@ -1,9 +1,9 @@
 """Method "neuron_fp8": Trainium's FP8 (values up to 240) of neuronx-distributed-inference.
 
-q, k and v have a scale per output row. Experts are stacked and transposed, with a scale per 128 x
-128 block or, in mode per_row, per output row. Only q, k, v and experts are quantized. The
-checkpoints have no description, so `config/quantization.py` looks for the format's tensor names in
-the index. `negamax convert` writes a description with this method.
+The matrices q, k and v have a scale per output row. Experts are stacked and transposed, with a
+scale per 128 x 128 block or, in mode per_row, per output row. Only q, k, v and experts are
+quantized. The checkpoints have no description, so `config/quantization.py` looks for the format's
+tensor names in the index. `negamax convert` writes a description with this method.
 """
 
 from negamax.config.quantization import QuantizationSpec

@@ -130,7 +130,7 @@ def check_kv_cache(spec: QuantizationSpec) -> None:
 
 
 def is_within(module: str, names: Sequence[str]) -> bool:
-    """Return whether `module` is one of `names` or a submodule of one, in any spelling.
+    """Return whether `module`, in any spelling, is in `names` or is a submodule of one of them.
 
     The name "gate" includes the module "mlp.gate" but not "mlp.gate_up". In a name, * matches any
     characters. A name that starts with "re:" is a regular expression. A fused name such as
@@ -171,7 +171,7 @@ def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield all names that checkpoints use for a module, beginning with `module`.
 
     Tools differ in prefixes and in the name of the MoE block. If `pattern` mentions experts or MLP
-    projections, the names also include tools' names for matrices of experts.
+    projections, the names also include the names that tools use for experts' matrices.
     """
     return _spell(module, tells_experts=_tells_experts(pattern.pattern))
 
