@@ -18,7 +18,7 @@ class ChunkLength(Protocol):
 
 
 class EvenChunks:
-    """Makes each chunk as long as the budget of the step."""
+    """Makes each chunk as long as the budget of the step allows."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         count = min(left, budget)

@@ -60,7 +60,7 @@ class DraftLength(Protocol):
     """Chooses the number of draft tokens per plan. The choice depends only on earlier calls."""
 
     def choose(self, num_rows: int) -> int:
-        """Return the drafts per row, verified and proposed, for a plan with `num_rows` decodes."""
+        """Return the draft length, to verify and to propose, for a plan with `num_rows` decodes."""
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Record that `plan` took `seconds` (0: unknown). The caller records plans in order."""

@@ -1,12 +1,12 @@
 """Allocate pages of the worker's pool for the image embeddings that the vision tower computes.
 
 The scheduler decides which images a step encodes. An image keeps its pages until all sequences that
-use the image have committed its tokens. Unused pages stay cached under the cache salt and the
-digest of the image. If another image needs pages, the least recently used image is evicted. The
-worker runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
+use the image have committed its tokens. Pages of unused images stay cached, indexed by cache salt
+and image digest. If another image needs pages, the least recently used image is evicted. The worker
+runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 
-Decodes wait while a step encodes images. Several steps with decodes therefore encode a large image,
-and each runs a part of the tower's layers. The tokens of a large image run with its last part.
+Decodes wait while a step encodes images. A large image is therefore encoded in several steps with
+decodes, which each run a part of the tower's layers. The image's tokens run with its last part.
 """
 
 from collections import OrderedDict
@@ -47,7 +47,7 @@ class EncoderCache:
     """Tracks the free pages of the pool, and the pages of each image."""
 
     def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
-        """`num_tokens`: capacity of the pool in image tokens. `num_ranks`: encoding ranks."""
+        """`num_tokens`: capacity of the pool in image tokens. `num_ranks`: ranks that encode."""
         self.num_hits = 0  # number of images whose embeddings were found in the pool
         self._free = list(range(num_tokens // ROWS_PER_PAGE - 1, -1, -1))
         self._images: dict[_Key, EncodedImage] = {}
@@ -102,7 +102,7 @@ class EncoderCache:
         return count
 
     def release(self, sequence: Sequence) -> None:
-        """Release those images of a sequence whose tokens are all committed."""
+        """Release each image of a sequence if all tokens of the image are committed."""
         for number, held in list(sequence.held_images.items()):
             if sequence.request.images[number].end <= sequence.num_committed:
                 del sequence.held_images[number]
@@ -142,7 +142,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Reserve pages for an image, add a job if it is new, or return None if it does not fit."""
+        """Reserve an image's pages, and add a job if it is new. Return None if it does not fit."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:

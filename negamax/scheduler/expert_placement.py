@@ -104,7 +104,7 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
     """Return simultaneous moves (from slot, to slot) towards `target`, or [] if no move is needed.
-    Each rank sends at most one expert and receives at most one. All experts keep a copy.
+    Each rank sends at most one expert and receives at most one. Every expert keeps a copy.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []

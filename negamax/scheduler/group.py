@@ -111,7 +111,7 @@ class GroupScheduler:
             self._requests.clear_grammar(sequence)
 
     def plan(self) -> list[StepPlan] | None:
-        """Return one plan per rank; None if no request can run before `commit` or `add` runs."""
+        """Return one plan per rank, or None if requests must wait for a `commit` or an `add`."""
         if len(self.ranks) == 1:
             plan = self.ranks[0].plan()
             return None if plan is None else [plan]

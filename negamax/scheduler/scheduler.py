@@ -484,7 +484,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue. The sequence keeps the tokens of steps in flight."""
+        """Return a sequence to the queue. It keeps the tokens that steps in flight sample."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1

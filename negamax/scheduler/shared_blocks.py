@@ -180,7 +180,7 @@ class SharedBlocks:
         self._blocks.release(blocks.places)
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
-        """Keep the existing host blocks with `hashes` allocated until `release`."""
+        """Keep existing host blocks whose hash is in `hashes` allocated until `release`."""
         places = [place for each in hashes if (place := self._blocks.find(each)) is not None]
         self._blocks.share(places)
         return places

@@ -33,7 +33,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sizes of a step, as maxima over all data-parallel ranks that run it together."""
+    """Sizes of a step, as maxima over all data-parallel ranks that run the step together."""
 
     num_tokens: int
     num_rows: int

@@ -1,5 +1,5 @@
 """Choose which plans of a pipeline run a row. The pipeline runs one plan per stage at the same
-time. A generating row runs again only when its last sampled token can be available.
+time. A generating row runs again only in a plan that can use the row's last sampled token.
 
 The first stage needs the token that the last stage sampled. With P stages, each row is therefore in
 one of P consecutive plans. The scheduler spreads rows evenly over the P plans.
@@ -11,14 +11,14 @@ from negamax.scheduler.sequence import Sequence
 
 
 class Turns:
-    """Spreads rows over the plans in flight. With one stage, each row may run in each plan."""
+    """Spreads rows over the plans in flight. With one stage, every plan may run every row."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._number = 0
 
     def begin(self) -> None:
-        """Advance to the next turn, for which there may be no plan."""
+        """Advance to the next turn, even if this turn gets no plan."""
         self._number += 1
 
     def is_due(self, sequence: Sequence) -> bool:
