@@ -1,7 +1,7 @@
 """Cache token ids, so that only the new part of a conversation is tokenized.
 
-The prompt of a turn repeats all earlier turns. No token crosses the start or end of a control
-token, so the token ids of the parts between control tokens can be cached separately.
+The prompt of a turn repeats all earlier turns. No token extends across the start or end of a
+control token. Token ids of the parts between control tokens can therefore be cached separately.
 """
 
 from __future__ import annotations

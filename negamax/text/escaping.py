@@ -4,7 +4,7 @@ A chat template puts the strings of a conversation between control tokens (`]~b]
 Without escapes, a message with the text of a control token could end its turn early. Before
 rendering, `TokenEscaper` inserts an escape character into each token text of a string. Control
 tokens that the template itself writes contain no escape. `Tokenizer.encode_escaped` encodes only
-control tokens without escapes as tokens. It removes the escapes from all other text.
+control tokens without escapes as tokens, and removes the escapes from all other text.
 """
 
 import re

@@ -178,7 +178,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
 
 
 def is_unseen(value: Mapping[str, Any]) -> bool:
-    """Return whether the type of part `value` is encrypted reasoning or media."""
+    """Return whether `value` is a part with encrypted reasoning or media."""
     return value.get("type") in _HIDDEN or unseen_note(value.get("type")) is not None
 
 
@@ -213,7 +213,7 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     A think block at the start of the content is the reasoning. A later think block is a quotation.
     A closing tag without an opening tag is a quotation if it follows a quotation mark. For a
     quotation, the returned reasoning is "", so that templates do not split the content at the
-    quoted tags. If it is None, templates may split the content.
+    quoted tags. If the reasoning is None, templates may split the content.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:

@@ -109,7 +109,7 @@ class StoppableText:
             self._out(text[:end])
 
     def release(self) -> None:
-        """Emit the text held back when the content ends or is interrupted."""
+        """When the content ends or is interrupted, emit the text that was held back."""
         if self._held:
             self._out(self._held)
         self._held = ""

@@ -367,7 +367,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return the alternatives that follow all listed entries. `count`: entries so far."""
+            """Return the alternatives that follow all listed entries. `count`: written entries."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways

@@ -229,7 +229,7 @@ class Languages:
         return self.none
 
     def _find_cuts(self, part: int) -> frozenset[int]:
-        """Return the starts of the character ranges within which all derivatives are equal."""
+        """Return where the ranges of characters that have equal derivatives begin."""
         known = self._cuts.get(part)
         if known is not None:
             return known

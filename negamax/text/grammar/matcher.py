@@ -93,7 +93,7 @@ class TagBits:
         self._bits = [(token_id // 8, 1 << token_id % 8) for token_id in token_ids]
 
     def clear(self, mask: Mask) -> None:
-        """Forbid the tags in `mask` if `mask` belongs to raw text."""
+        """Forbid all tags in `mask` if the output is in raw text."""
         if all(mask[place] & bit for place, bit in self._bits):
             for place, bit in self._bits:
                 mask[place] &= 0xFF ^ bit
@@ -111,7 +111,7 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Advance by a token or by text. Return False if the grammar does not allow `part`."""
+        """Advance by the token or text `part`. Return False if the grammar does not allow it."""
         if self.has_ended:
             return True  # tokens after the end of the grammar are not checked
         taken = (

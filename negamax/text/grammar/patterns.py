@@ -117,7 +117,7 @@ class _PatternReader:
         return parts, False
 
     def _read_group(self) -> int:
-        """Read alternatives up to the closing bracket."""
+        """Read the alternatives in a group, up to its closing bracket."""
         self._level += 1
         if self._level > MAX_GROUPS:
             self._refuse(f"nests more than {MAX_GROUPS} groups")

@@ -105,7 +105,7 @@ class ReasoningGate:
             self._state = _GateState.CLOSED
 
     def _look_for_end(self, token_id: int) -> int | bytes | None:
-        """End the reasoning at a complete marker. Return the part of the token that is content."""
+        """End the reasoning at a complete end tag. Return the part of the token that is content."""
         for tag in self._ends:
             if tag.token_id == token_id:
                 self._state = _GateState.CLOSED
@@ -133,7 +133,7 @@ class ReasoningGate:
 
 
 def needs_text(reasoning: Reasoning) -> bool:
-    """Return whether a marker is not a single token, so that a gate needs the bytes of tokens."""
+    """Return whether a tag is not a single token, so that a gate needs the bytes of tokens."""
     markers: list[Marker] = [reasoning.closer, reasoning.call_opener]
     if reasoning.state == "optional":
         markers.append(reasoning.opener)

@@ -35,12 +35,12 @@ _LONG_LITERAL = re.compile(rf'"[^"|\n]{{{RISKY_LITERAL}}}')
 def structural_tag(
     grammar: Grammar, reasoning: Reasoning | None, styles: CallStyles, budget: Budget | None = None
 ) -> str:
-    """Return the structural tag of an output, from the point where its grammar begins.
+    """Return the structural tag of an output, from the point where the output's grammar begins.
 
     If the prompt opens the reasoning, the grammar begins after the closing tag of the reasoning. If
     the reasoning is optional, the grammar contains the reasoning. `styles` are the call styles of
-    all families by name. After the call, `budget.is_risky` is True if compiling the grammar is
-    risky. Raises `InvalidRequestError` for errors that `Grammar.check` does not find.
+    all families by name. After the call, `budget.is_risky` is True if compiling may take long or
+    crash. Raises `InvalidRequestError` for errors that `Grammar.check` does not find.
     """
     budget = budget or Budget()
     try:

@@ -5,12 +5,12 @@ or an array if the name of every child is `item`. An element with text is a stri
 bare words true, false and null. White space and other text between elements are dropped. The
 parser emits strings, and objects and arrays of a known type, before they are complete.
 
-In a nested object, a member of unknown type is written at the end, because the values of a repeated
-name become a list. If a member may be an array, its text is also written at the end, because arrays
-and items of one name are joined. If an element after an array has the name of the array, the
-element adds items to the array. If other elements separate the array from a later element of its
-name, the whole array is written again at the end of the object. Any other member with a repeated
-name is written twice. Common JSON readers use the last value.
+In a nested object, a member of unknown type is written at the object's end, because the values of a
+repeated name become a list. If a member may be an array, its text is also written at the end,
+because arrays and items of one name are joined. If an element after an array has the name of the
+array, the element adds items to the array. If other elements separate the array from a later
+element of its name, the whole array is written again at the end of the object. Any other member
+with a repeated name is written twice. Common JSON readers use the last value.
 
 If text in a container begins with the marker of the format's tags, the model omitted the opening
 tag of an element, and the closing tag contains the element's name.
