@@ -61,7 +61,7 @@ class PendingBitmask:
         by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row` maps rows of the plan to the masks of their first samples."""
+        """`by_row` maps each row of the plan to the masks of its first samples."""
         self._by_row, self._postponed = by_row, postponed
 
     @property

@@ -208,7 +208,7 @@ class StepGraphs:
         return self.buffers
 
     def residuals(self, num_tokens: int) -> list[Tensor]:
-        """Return the captured residual streams of the replayed step, for its first tokens."""
+        """Return the replayed step's captured residual streams of the first `num_tokens` tokens."""
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:

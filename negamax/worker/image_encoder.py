@@ -2,7 +2,7 @@
 
 Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
 image, ranks that did not encode the image add zeros, so the sum over ranks is exact. With prefill
-context parallelism, all ranks with the same weights as the encoding rank get the rows.
+context parallelism, all ranks with the encoding rank's weights get the image rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -169,7 +169,7 @@ class ImageEncoder:
         return job.grid[0] * job.grid[1] // self._spec.patches_per_token
 
     def _encode(self, jobs: list[EncodeJob]) -> None:
-        """Run the parts `jobs[0].parts` of the tower for all `jobs`. The last part stores rows."""
+        """Run `jobs[0].parts` of the tower for all `jobs`. The last part stores the image rows."""
         state = self._partial if jobs[0].parts[0] else self._tower.start(self._load(jobs))
         if state is None:
             return  # an earlier part failed

@@ -2,8 +2,8 @@
 engines on request, and fills host blocks with blocks of other engines. Lanes do not access the GPU,
 because plans copy between KV blocks and host blocks.
 
-The other engine may have another tensor-parallel size. A rank reads each needed head from a rank
-that stores the head. One thread answers reads of other engines, and another thread runs imports.
+Engines may have different tensor-parallel sizes. A rank reads each needed head from a rank that
+stores the head. One thread answers reads of other engines, and another thread runs imports.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Lane:
 def plan_reads(
     kinds: Sequence[HostKind], *, rank: int, ranks: int, peers: int
 ) -> dict[int, list[HeadCopy]]:
-    """Map ranks of another engine with `peers` ranks to the heads that `rank`, one of this engine's
-    `ranks` ranks, reads from them. Each head is read once.
+    """For rank `rank` of this engine's `ranks` ranks, map each of another engine's `peers` ranks to
+    the heads to read from it. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
     first = rank * peers // ranks  # ranks that read the same head start at different peers

@@ -41,7 +41,7 @@ class LogitEdit(Protocol):
 
 
 class Penalties:
-    """`repetition_penalty`, `frequency_penalty`, `presence_penalty`"""
+    """Implements `repetition_penalty`, `frequency_penalty` and `presence_penalty`."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         return bool(

@@ -89,7 +89,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read blocks and wait. A call that raised `LaneError` writes no more blocks."""
+        """Read blocks and wait. After a call raised `LaneError`, it writes no blocks."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),

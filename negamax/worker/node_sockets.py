@@ -68,7 +68,7 @@ class ConnectionLimit:
     """Closes surplus connections to a listening socket. One thread must call `apply` often."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
-        """`num_peers`: connections that the nodes need. Create this object before `bind`."""
+        """`num_peers`: connections that other nodes need. Create this object before `bind`."""
         self._most = num_peers + _MOST_STRANGERS
         self._open: set[int] = set()  # file descriptors of open connections
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(

@@ -2,9 +2,9 @@
 
 The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
 The executor then sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
-GrammarBitmask. The first byte of a frame with a plan, a bitmask or a command is its type. An empty
-frame stops the rank. The rank answers with a WorkerReady or a RankFailed, then with one DebugResult
-per command.
+GrammarBitmask. In a frame with a plan, a bitmask or a command, the first byte is the message type.
+An empty frame stops the rank. The rank answers with a WorkerReady or a RankFailed, then with one
+DebugResult per command.
 
 Of the ranks that run a plan, one sends the StepResult to the results socket. Other ranks send
 RowFailures and FileProgress. A separate thread waits for the device, so that the next plan can be

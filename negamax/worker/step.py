@@ -1,7 +1,7 @@
 """Run one step of a rank: prepare -> execute -> sample -> verify.
 
-A step runs in one of three ways: a decode of a captured shape replays the whole step, including
-sampling and verification; any other batch of a captured size replays only the layers; all other
+A step runs in one of three ways. A decode of a captured shape replays the whole step, including
+sampling and verification. Any other batch of a captured size replays only the layers. All other
 batches are launched kernel by kernel ("eager").
 """
 

@@ -111,7 +111,7 @@ def complete(
 
 
 def _expect_accepted(confidences: Tensor) -> list[float]:
-    """Return `StepResult.expected`. Confidences of failed rows are not finite and become 0."""
+    """Return `StepResult.expected`. Failed rows have non-finite confidences, which become 0."""
     shares: list[float] = confidences.nan_to_num(0.0).cumprod(dim=1).mean(dim=0).tolist()
     return shares
 

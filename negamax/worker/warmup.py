@@ -39,7 +39,7 @@ def cut(num_tokens: int, longest: int) -> list[int]:
 @contextmanager
 def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[None]:
     """Compile Triton kernels instead of running them. All ranks of a stage must launch the same
-    kernels. `shows`: show the progress of the first rank.
+    kernels. `shows`: whether the first rank shows its progress.
     """
     from negamax.kernels.launch.triton import compiling  # import here, because it needs Triton
 

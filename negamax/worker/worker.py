@@ -36,10 +36,10 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
-        """Run one plan. On a GPU, `launch` enqueues the step and returns. The bitmask of grammar
-        rows is awaited after the model and before sampling. If a step succeeds, `errors` of the
-        result contains its failed rows. On a GPU, an exception of the model fails the whole step.
-        Raises `EngineDeadError` if another rank is dead.
+        """Run one plan. On a GPU, `launch` enqueues the step and returns. After the model and
+        before sampling, `launch` waits for the bitmask of grammar rows. If a step succeeds,
+        `errors` of the result contains its failed rows. On a GPU, an exception of the model fails
+        the whole step. Raises `EngineDeadError` if another rank is dead.
         """
         runner, requests = self.runner, self.runner.requests
         self._lower_bounds(runner.stage.begin(plan))
