@@ -49,7 +49,7 @@ class BlockIndex:
         self.num_losses = 0  # How often events were lost or malformed.
         self.next_number: int | None = None  # Number of the next batch; None: any number.
         self._endpoint = endpoint
-        self._levels: dict[int, int] = {}  # Block hash -> bits of the `_LEVELS` with the block.
+        self._levels: dict[int, int] = {}  # Block hash -> bits of `_LEVELS` that store the block.
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
 
     def __len__(self) -> int:

@@ -140,7 +140,7 @@ class _Prepared:
     request: ApiRequest[ResponsesRequest]  # `num_bytes` includes referenced items
     parent: StoredTurn | None  # The turn that the request continues.
     input_items: bytes  # Input items of this request only, as JSON for the store.
-    in_effect: ResponsesRequest  # The request after its input items changed settings.
+    in_effect: ResponsesRequest  # The request, with the settings after changes by its input items.
     turn: Turn
 
 
