@@ -251,7 +251,7 @@ def parse_count(text: str | int) -> int | None:
     if text == AUTO:
         return None
     match = _COUNT.fullmatch(text.strip())
-    value = 0.5  # no integer: the check below refuses a text that is not a number
+    value = 0.5  # 0.5 is not an integer, so the check below refuses a text without a match
     if match is not None:
         unit = match[2].lower() + "i" * match[2].isupper()
         value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]

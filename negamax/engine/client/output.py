@@ -93,7 +93,7 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        # Without stop strings, the caller passes the text of many tokens to the reader at once.
+        # Without stop strings, the caller itself passes text of many tokens to the reader.
         self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(

@@ -66,7 +66,7 @@ def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop,
     """Start the executor and the scheduler of a replica. On an error, end the started processes."""
     with ExitStack() as started:
         loop, info = _start_loop(options, started, replica)
-        started.pop_all()  # Keep the processes, because the loop's shutdown ends them.
+        started.pop_all()  # Do not end the processes here; the loop's shutdown ends them.
     return loop, info
 
 
