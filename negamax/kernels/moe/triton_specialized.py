@@ -163,7 +163,7 @@ def _consume(
             first, second = zeros, zeros
             mbarrier.wait(full.index(step % _STAGES), (step // _STAGES) & 1)
             if not DOWN:
-                fence_async_shared()  # cp.async and the tensor cores use different proxies
+                fence_async_shared()  # cp.async and the tensor cores use different memory proxies
             for k in range(K_BLOCKS):
                 scale, first_scale, second_scale = next_scale, next_first, next_second
                 # Load the scales of the next step here: the fence below would wait for later loads.
