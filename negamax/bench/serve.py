@@ -233,7 +233,7 @@ async def _prepare(
     if server.context_length is not None and longest > server.context_length:
         hint = "lower --random-input-len or --random-output-len (or --prefix-repetition-...-len)"
         limit = f"the model's context length is {server.context_length}"
-        raise ConfigError(f"prompt + output have up to {longest} tokens; {limit}", hint=hint)
+        raise ConfigError(f"prompts with outputs have up to {longest} tokens; {limit}", hint=hint)
     if options.prompt_format == "auto":
         options = replace(options, prompt_format="text" if options.is_chat else "ids")
     scale: TextScale | None = None

@@ -79,7 +79,7 @@ def find_place_of_node_0(options: NodeOptions) -> Place:
         )
     if named is not None and named not in holders:
         raise ConfigError(
-            f"--master-addr is {host} ({address}), which is on {holders[0]}; {reason} is {named}",
+            f"--master-addr is {host} ({address}) on {holders[0]}, but {reason} is {named}",
             hint=f"use {' or '.join(own.get(named, [])) or 'another interface'}",
         )
     if ipaddress.ip_address(address).is_loopback and named is None:
