@@ -1,4 +1,4 @@
-"""Decode and resize one image in a process with limits, because its bytes may be hostile."""
+"""Decode and resize one image in a process with limits, because an image may be malicious."""
 
 import base64
 import binascii

@@ -2,7 +2,7 @@
 
 PyTorch's CPU loops process 32 floats per step. Scalar code processes the remaining floats of a
 thread, and its results may differ in the last bits. Rows are therefore padded until every step is
-full, and a call stays below the size from which PyTorch uses several threads.
+full, and each call processes fewer values than PyTorch would split over several threads.
 """
 
 from collections.abc import Callable

@@ -106,8 +106,8 @@ class Attention:
     """Grouped-query attention from q, k, v projection to output projection, with QK norm and rope.
 
     RMS norm runs over all heads together or, with `norm_per_head`, over each head. With
-    `gemma_norm` the norm scales by 1 + the weights. A rank holds `heads / tp` query heads and
-    `kv_heads / tp` KV heads. If there are more ranks than KV heads, adjacent ranks hold copies of
+    `gemma_norm` the norm scales by 1 + the weights. A rank has `heads / tp` query heads and
+    `kv_heads / tp` KV heads. If there are more ranks than KV heads, adjacent ranks have copies of
     one KV head. If ranks shard a KV head's cache by blocks (DCP), each rank also projects the query
     heads of the ranks that share the KV head.
     """

@@ -26,8 +26,8 @@ _ROWS = 4096  # number of embedding rows that `map_rows` changes at a time
 class RmsNorm:
     """Completes a sum over ranks, adds it to the residual stream, and applies RMS norm.
 
-    On the CPU and with small batches, every rank holds all rows of the residual stream. With large
-    batches on GPUs, a rank holds only some rows of the stream from the first to the last norm of a
+    On the CPU and with small batches, every rank has all rows of the residual stream. With large
+    batches on GPUs, a rank has only some rows of the stream from the first to the last norm of a
     step (`kernels/collectives/triton.py`). `activation`: quantized format that the next layer
     reads. `gemma`: the checkpoint stores the weights minus 1.
     """

@@ -40,7 +40,7 @@ _PARTIAL: dict[Op[Any, Any], Op[Any, Any]] = {
 
 
 def cache_shard(view: AttentionView) -> CacheShard:
-    """Return which blocks of the cache this rank holds."""
+    """Return which blocks of the cache this rank stores."""
     return CacheShard(view.cache_rank, view.cache_size)
 
 

@@ -1,5 +1,5 @@
 """Exchange of keys and values between context-parallel ranks. Each rank sends the keys and values
-of its shard of the new tokens to all other ranks, so every rank's cache holds every token.
+of its shard of the new tokens to all other ranks, so every rank's cache contains every token.
 """
 
 from collections.abc import Collection, Sequence

@@ -110,7 +110,7 @@ class TokenExchange:
 class ReplicatedTokens:
     """The dispatch for an expert group in which every rank has all tokens. Each rank runs the
     experts in its own slots. No token is sent; the next norm sums outputs over the group. Without
-    an `ExpertMap`, expert i is in slot i and no kernel is launched. This rank holds slots first ..
+    an `ExpertMap`, expert i is in slot i and no kernel is launched. This rank has slots first ..
     first + len(experts) - 1.
     """
 

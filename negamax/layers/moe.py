@@ -172,7 +172,7 @@ class SparseMoe:
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Use the map `experts` from the next call on. A CUDA graph uses the map of its capture."""
+        """Use the map `experts` from the next call on, except in CUDA graphs captured before."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:

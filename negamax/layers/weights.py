@@ -207,8 +207,8 @@ class MatrixWeight:
         region: Region | None,
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
-        """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing). `at`:
-        leading indices and first row in the parameter. `region` must not cut a quantization group.
+        """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing) at index
+        `at` (leading indices, row) of the parameter. `region` must not cut a quantization group.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:

@@ -319,7 +319,7 @@ def launch_decode(
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Run `decode`; write `output`, lse [T, heads]. `lengths` [S] replace the plan's `seq_lens`."""
+    """Run `decode` into `output`, and write lse [T, heads]; `lengths` [S] replace `seq_lens`."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -59,7 +59,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
+    """Scored tokens, with tables that list only blocks whose index keys this rank stores."""
 
     tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache.
     # `numbers`: [S, sparse blocks] int64, the rank's block numbers, ascending; padding is NO_BLOCK.

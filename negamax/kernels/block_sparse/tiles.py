@@ -28,7 +28,7 @@ class SelectionTiles:
         return 64
 
     def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return launch sizes for `block_m` index queries and `cache_bytes` bytes per value."""
+        """Return launch sizes for `block_m` index queries and `cache_bytes` bytes per key value."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
 

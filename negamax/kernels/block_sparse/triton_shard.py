@@ -1,6 +1,6 @@
-"""Top-k block selection if each rank holds a shard of the index keys.
+"""Top-k block selection if each rank stores a shard of the index keys.
 
-A rank scores the blocks that it holds (`attention/triton_own_blocks`). For each index head, the
+A rank scores the blocks that it stores (`attention/triton_own_blocks`). For each index head, the
 rank sends its highest sort keys to the ranks that have this head. The receiving ranks select the
 blocks. If the region of peer memory has a row for each token, one launch with a program per token
 exchanges the sort keys by the LL protocol. With fewer rows than tokens, an all-gather exchanges the

@@ -1,1 +1,1 @@
-"""Attention where each rank holds some blocks of a head's KV cache."""
+"""Attention in which each rank stores some blocks of a head's KV cache."""

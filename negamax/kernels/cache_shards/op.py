@@ -1,4 +1,4 @@
-"""Define attention for ranks that share a KV head and hold different blocks of its cache.
+"""Define attention for ranks that share a KV head and store different blocks of its cache.
 
 A rank attends with the query heads of all ranks to the keys in its own blocks
 (`attention.metadata.CacheShard`). The rank then merges the results of all ranks for its own heads:
@@ -155,7 +155,7 @@ def merge(
 ) -> Hidden:
     """Merge partial results of all ranks for this rank's heads -> [T, count * head_dim].
 
-    This rank's heads are `first` to first + count - 1. `parts` holds the results of this rank if
+    This rank's heads are `first` to first + count - 1. `parts` has the results of this rank if
     `group` is given, else the results of all ranks. Only GPU kernels support `quantize` (FP8).
     """
     assert not quantize, "the reference has no FP8 output; set quantize=False"

@@ -1,5 +1,5 @@
 """Attention to a rank's own blocks on the GPU. The kernels of ordinary attention read the caches
-through a list of the blocks that the rank holds.
+through a list of the blocks that the rank stores.
 
 A query attends to all tokens of the rank's earlier blocks. If the rank stores the block that
 contains the query, the query also attends to this block up to its position. A decode therefore runs

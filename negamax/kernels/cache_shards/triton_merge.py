@@ -1,4 +1,4 @@
-"""Merge the results of all ranks that hold keys of a head. A program merges all heads of this rank
+"""Merge the results of all ranks that store keys of a head. A program merges all heads of this rank
 for one token. Results are added in the order of the ranks, not in the order of arrival.
 
 If the region of peer memory has a row for each token, the same launch exchanges the results by the

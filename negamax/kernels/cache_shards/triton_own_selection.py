@@ -1,4 +1,4 @@
-"""Filter selected blocks: keep the blocks that a rank holds, and list their pages in its caches. A
+"""Filter selected blocks: keep the blocks that a rank stores, and list their pages in its caches. A
 program filters several rows (token, KV head).
 
     ids      | 0 | 3 | 7 | 9 |    of the sequence      | 3 | 9 | -1 | -1 |    of rank 1 of 2

@@ -19,10 +19,10 @@ the poll of the sum's words.
     launch 1    sum each row of x over its parts and write it to the rank that owns it; barrier
     launch 2    own rows: sum over ranks, add the residual, write the norm to all ranks; barrier
 
-The norm is sent in FP8 if possible: a value takes 2 bytes for the sum and 1 for the norm. Only
-the owner of a row normalizes it and has the unquantized row. The bits of a row do not depend on the
+The norm is sent in FP8 if possible: a value takes 2 bytes for the sum and 1 for the norm. Only the
+owner of a row normalizes it and has the unquantized row. The bits of a row do not depend on the
 number of rows. Only the number of rows and the group decide whether rows are sharded. If rows are
-sharded, a rank's residual holds only the rank's own rows in all calls of a step.
+sharded, a rank's residual has only the rank's own rows in all calls of a step.
 """
 
 import torch

@@ -99,7 +99,7 @@ def take_bytes(words, selector):
 @triton.jit
 def e4m3_to_fp16(x):
     """Convert an e4m3fn tile to fp16. `is_pure=False` keeps the conversion before the tile's store
-    to shared memory. The tensor cores read values of adjacent keys together; they would gather FP8
+    to shared memory. The tensor cores read values of adjacent keys together, and would read FP8
     values byte by byte.
     """
     if not INTERPRETED and cuda_capability_geq(8, 9):

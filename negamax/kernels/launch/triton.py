@@ -128,13 +128,13 @@ def dot(a, b, acc):
 
 @triton.jit
 def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constexpr = 0):
-    """Return ptrs + offsets. If a kernel loads from these pointers, Triton assigns threads, then
-    warps, to the last dimensions first.
+    """Return ptrs + offsets, pointers for loads in which Triton assigns threads, then warps, to the
+    last dimensions first.
 
     In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
     of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among
     equal runs, Triton 3.8 starts with the last dimension, and older versions start with the first.
-    For older Triton versions, this function declares longer runs; they affect only this order.
+    For older Triton versions, this function declares longer runs, which affect only the order.
     """
     ptrs = ptrs + offsets
     LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64

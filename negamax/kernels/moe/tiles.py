@@ -176,10 +176,10 @@ class H200MoeTiles(MoeTiles):
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
         """Return tiles for up to 4 tokens, else None. The limit is 2 tokens if rows have over 1,536
-        bytes (gate and up rows of 8 bits: 3,072), and 1 token if fewer than 128 4-bit codes share a
-        16-bit scale. A thread loads up to 384 bytes of the gate and up weights, or 192 bytes if
-        rows are long or scales and zero points need registers. A thread loads up to 192 bytes of
-        the down weight.
+        bytes (3,072 bytes for 8-bit gate and up rows). The limit is 1 token if fewer than 128 4-bit
+        codes share a 16-bit scale. A thread loads up to 384 bytes of the gate and up weights, or
+        192 bytes if rows are long or scales and zero points need registers. A thread loads up to
+        192 bytes of the down weight.
         """
         if gate_up.CODES != down.CODES:
             return None

@@ -281,7 +281,7 @@ def _route_large_m_kernel(
     experts for some of the tokens, TOPK_M at a time. Without PARALLEL_TOPK the last program to
     arrive selects experts for all tokens of the tile. A launch adds _ROUND to each counter, so the
     counters need no reset. The programs of a tile have adjacent ids, so a waiting program does not
-    keep another program of its tile from starting.
+    delay the start of another program of the tile.
     """
     PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # per tile of tokens
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)

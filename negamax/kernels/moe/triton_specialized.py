@@ -2,8 +2,8 @@
 results are those of `triton_prefill.py`, bit for bit.
 
 One program per multiprocessor computes tiles of 128 pairs of one expert and 256 rows of its weight,
-one after another. Its warps have three tasks and exchange blocks of 128 values of K through a ring
-of stages in shared memory:
+one after another. A program's warps have three tasks and exchange blocks of 128 values of K through
+a ring of stages in shared memory:
 
     producer     4 warps    waits for `empty`, loads two tiles of w by TMA, and the rows of x by
                             cp.async (down: h by TMA); then `full` completes
@@ -54,8 +54,8 @@ _PRODUCER_REGISTERS = 40
 def _find_expert(
     expert_counts_ptr, tile, expert, first_tile, begin, count, num_experts, TILES_N: gl.constexpr
 ):
-    """Advance from an expert to the expert of `tile`. Return this expert (num_experts if there is
-    none), its first tile, its first index in sorted_token_ids, its number of pairs.
+    """Advance from an expert to the expert of `tile`. Return the expert of `tile` (num_experts:
+    none), and the expert's first tile, first index in sorted_token_ids and number of pairs.
     """
     next_tile = first_tile + (count + _SIDE - 1) // _SIDE * TILES_N
     while (expert < num_experts) & (tile >= next_tile):

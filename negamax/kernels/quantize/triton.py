@@ -1,4 +1,4 @@
-"""Quantize activations that have no FP8 copy. The kernel reads 2 bytes per value and writes 1."""
+"""Quantize activations without an FP8 copy, reading 2 bytes and writing 1 byte per value."""
 
 import torch
 import triton

@@ -384,7 +384,7 @@ def unpack_numbers(
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
     """Unpack words -> [..., 2, 2] in DTYPE, or [..., 2, 2, 2] for 4-bit codes. The last dimensions
-    index neighboring columns, columns 8 apart, columns 16 apart. With IS_RAW the result is the
+    index columns that are 1, 8 and (4-bit codes) 16 columns apart. With IS_RAW the result is the
     codes plus RAW.
     """
     ELEMENT: tl.constexpr = P.ELEMENT  # a copy, because Triton 3.6 treats `P.ELEMENT` as a tensor

@@ -12,9 +12,9 @@ the eight columns of a product hold the values of x for eight steps:
 The values of a single token are therefore loaded once and not in each step. If all 4-bit codes have
 one addend, the kernel multiplies it with x once, and all products start from this result.
 
-A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread holds four
-neighboring words of every eighth row, and four threads hold a span. A span is SPAN columns with 4
-bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to hold the rows and columns
+A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread has four
+neighboring words of every eighth row, and four threads have a span. A span is SPAN columns with 4
+bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to have the rows and columns
 that it loads (`layout.py`), so weights do not pass through shared memory. The dimensions of a load
 are in the order in which Triton assigns threads to them (`add_last_first`).
 """
@@ -97,7 +97,7 @@ def load_weight(
 ):
     """Load the stored codes, scales and zero points of all steps of a packed weight with `num_rows`
     rows. `rows` [ROWS / 8, 8] are in the order of `number_fragment_rows`. SPLIT_K programs split
-    the columns; this is program number `split`.
+    the columns; this program has number `split`.
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)

@@ -18,10 +18,10 @@ these mistakes of the models:
   and the invoke of an undeclared tool are also data, because files may describe this format.
 - Without the marker, `<tool_call>`, invoke tags and their closing tags are tags only where the
   format requires a tag.
-- A garbled invoke tag, even with a marker in it, calls the declared tool that it names.
-- If the opening tag of an element is missing, the name in its closing tag is used.
-- The reader also accepts a JSON object, or elements without markers, as arguments. Other text in an
-  invoke is dropped if the invoke has elements; an invoke with only other text is not a call.
+- A garbled invoke tag, even with a marker in it, calls the declared tool that it names. - If the
+opening tag of an element is missing, the name in its closing tag is used. - The reader also accepts
+a JSON object, or elements without markers, as arguments. Text outside elements is dropped if the
+invoke has elements; an invoke with only such text is not a call.
 """
 
 import re

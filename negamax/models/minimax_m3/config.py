@@ -177,7 +177,7 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
 def _read_tower(
     config: Mapping[str, Any], text: MiniMaxM3Spec, notes: list[str]
 ) -> VisionSpec | None:
-    """Read the sizes of the vision tower and projector, in MiniMax's or transformers' fields.
+    """Read the sizes of the vision tower and projector, named as by MiniMax or transformers.
 
     Return None if `vision_config` is missing or the vocabulary has no image token.
     """

@@ -75,7 +75,7 @@ def _build_mlp(spec: MiniMaxM3Spec, layer: int, setup: LayerSetup) -> SparseMoe 
 
 
 def _shard_index(spec: MiniMaxM3Spec, layout: ParallelLayout) -> IndexShard:
-    """Return which index keys this rank holds."""
+    """Return which index keys this rank stores."""
     if spec.sparse is None or not spec.sparse.is_sharded:
         return IndexShard()
     view, heads = layout.attention, spec.sparse.index_heads
