@@ -315,7 +315,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         )
         if forgotten:
             raise CheckpointError(
-                f"{index_path} lists {len(names)} files and omits files of the same set: "
+                f"{index_path} lists {len(names)} files and omits files of the checkpoint: "
                 f"{list_first(forgotten)}",
                 hint="download the index again",
             )

@@ -72,7 +72,7 @@ class DraftSpec(ModelSpec):
         if len(chosen) != self.num_aux or not is_ascending or chosen[-1] > target.num_layers:
             raise ConfigError(
                 f"the draft reads layers {list(chosen)} of the model; allowed: {self.num_aux} "
-                f"ascending numbers up to {target.num_layers}, the output of the last layer",
+                f"ascending numbers up to {target.num_layers}, which is the last layer's output",
                 hint=LAYERS_HINT,
             )
         return replace(self, aux_layers=chosen)

@@ -114,7 +114,7 @@ class ProcessGroup:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         except RuntimeError as error:
-            raise EngineDeadError(f"another rank is gone or not in sync: {error}") from error
+            raise EngineDeadError(f"another rank ended or is not in sync: {error}") from error
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -124,5 +124,5 @@ class ProcessGroup:
             try:
                 dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
             except RuntimeError as error:  # A failed group is unusable.
-                raise EngineDeadError(f"another rank is gone or not in sync: {error}") from error
+                raise EngineDeadError(f"another rank ended or is not in sync: {error}") from error
         return list(parts)

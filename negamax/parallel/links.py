@@ -25,7 +25,7 @@ class Arrival:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise EngineDeadError(f"a pipeline stage is gone or not in sync: {error}") from error
+            raise EngineDeadError(f"a pipeline stage ended or is not in sync: {error}") from error
 
 
 class Link:
@@ -45,7 +45,7 @@ class Link:
         try:
             work = dist.isend(tensor, self._peer, group=self._group)
         except RuntimeError as error:
-            raise EngineDeadError(f"a pipeline stage is gone: {error}") from error
+            raise EngineDeadError(f"a pipeline stage ended: {error}") from error
         self._sent.append((work, tensor))
 
     def receive(self, out: Tensor) -> Arrival:
@@ -53,7 +53,7 @@ class Link:
         try:
             return Arrival(dist.irecv(out, self._peer, group=self._group))
         except RuntimeError as error:
-            raise EngineDeadError(f"a pipeline stage is gone: {error}") from error
+            raise EngineDeadError(f"a pipeline stage ended: {error}") from error
 
     def finish(self) -> None:
         """Wait until all tensors are sent and can be freed. Raises `EngineDeadError`."""

@@ -368,7 +368,7 @@ def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
     [
         (
             lambda folder: shutil.copy(folder / FILES[0], folder / FILES[1].replace("2", "3", 1)),
-            True, r"omits files of the same set: model-00003-of-00002\.safe",
+            True, r"omits files of the checkpoint: model-00003-of-00002\.safe",
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
