@@ -67,7 +67,7 @@ class ProcessGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks. The result is `tensor` itself, or a buffer that the next
         call overwrites. CPU tensors are summed in fp32 in rank order, so a token's result does not
-        depend on its batch. On GPUs, norm kernels instead sum small tensors in rank order.
+        depend on its batch. On GPUs, norm kernels sum small tensors in rank order.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):

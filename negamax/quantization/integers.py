@@ -69,7 +69,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of each column's group number. `is_stored_order`: groups in any order."""
+    """Return the tensor of each column's group number. `is_stored_order`: numbers in any order."""
     return StoredTensor(
         name,
         Role.PERMUTATION,

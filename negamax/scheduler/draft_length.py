@@ -160,7 +160,7 @@ class _Shares:
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return this position's acceptance rate. `prior`: rate of the previous position."""
+        """Return this position's acceptance rate. `prior`: the rate of the position before."""
         if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # no usable estimate
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)

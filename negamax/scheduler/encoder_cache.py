@@ -6,7 +6,7 @@ and image digest. If another image needs pages, the least recently used image is
 runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 
 Decodes wait while a step encodes images. A large image is therefore encoded in several steps with
-decodes, which each run a part of the tower's layers. The image's tokens run with its last part.
+decodes, which each run a part of the tower's layers. The tokens of an image run with its last part.
 """
 
 from collections import OrderedDict
@@ -74,8 +74,8 @@ class EncoderCache:
         )
 
     def continue_images(self, step_id: int, *, has_decodes: bool) -> None:
-        """Add the next part of each partly encoded image to plan `step_id`. Without decodes in the
-        plan, add all remaining parts.
+        """Add the next part of each partly encoded image to plan `step_id`. If the plan has no
+        decodes, add all remaining parts.
         """
         self._limit = PART_PATCHES if has_decodes else STEP_PATCHES
         for held, image in list(self._partial.values()):
@@ -142,7 +142,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Reserve an image's pages, and add a job if it is new. Return None if it does not fit."""
+        """Reserve pages for an image, and add a job for a new image. Return None without room."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:

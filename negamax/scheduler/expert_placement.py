@@ -91,7 +91,7 @@ def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> 
 
 
 def settle(wanted: Sequence[int], held: Slots) -> list[int]:
-    """Assign a rank's `wanted` experts to its slots. Experts of `held`, the current slots, stay."""
+    """Assign a rank's `wanted` experts to slots. Experts in the current slots `held` stay there."""
     missing = Counter(wanted)
     slots: list[int | None] = []
     for expert in held:

@@ -135,8 +135,8 @@ class HostTier:
 
     def begin(self, sequence: Sequence) -> bool:
         """Load a waiting sequence's missing blocks, or join a pending load of the first missing
-        block. Blocks in files are read into host memory first. The pool must have enough free
-        blocks. Return False if no block is missing.
+        block. Blocks in files are read into host memory first. The pool of KV blocks must have
+        enough free blocks. Return False if no block is missing.
         """
         found = list(self._match(sequence))
         unread = [index for index, block in enumerate(found) if block == (None, None)]

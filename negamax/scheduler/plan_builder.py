@@ -1,4 +1,4 @@
-"""Build a `StepPlan`. Most of its fields are lists with an entry for each row or block."""
+"""Build a `StepPlan`. Most fields of the plan are lists with an entry for each row or block."""
 
 from negamax.scheduler.chunk_length import ChunkLength
 from negamax.scheduler.encoder_cache import EncoderCache, list_runs

@@ -398,8 +398,8 @@ class Scheduler:
 
     def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
         """Plan chunks of running prompts. If several tenants have prompts of the best priority,
-        each tenant gets an equal share of the budget. Unused shares, and shares for tenants that
-        wait for a slot, remain. Return the prompts that may get the rest of the budget.
+        each tenant gets an equal share of the budget. The budget keeps unused shares, and shares
+        for waiting tenants. Return the prompts that may get the rest of the budget.
         """
         priority = prefills[0].order[0]
         urgent = [row for row in prefills if row.order[0] == priority]
@@ -484,7 +484,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue. It keeps the tokens that steps in flight sample."""
+        """Return a sequence to the queue, with the tokens that steps in flight will sample."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -493,8 +493,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, one more block must be free. Otherwise, the next block that one
-        of them needs would preempt the new sequence. If no sequence runs, all blocks are free.
+        While other sequences run, one more block must be free. Otherwise, a running sequence that
+        needs a block would preempt the new sequence. If no sequence runs, all blocks are free.
         """
         if not self._may_admit(sequence):
             return None

@@ -96,7 +96,7 @@ ROWS_PER_PAGE = 16  # number of image embeddings in a page
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image that one rank encodes before the step. Other ranks add zeros to its embeddings."""
+    """An image that one rank encodes before the step, while other ranks add zeros in its place."""
 
     rank: int  # rank that encodes the image, see `ParallelLayout.encoder_rank`
     pages: list[int]  # pages that store the image's embeddings, in order

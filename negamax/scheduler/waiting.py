@@ -46,7 +46,7 @@ class WaitingQueue:
         """Return the next sequence to admit, or None if no sequence waits.
 
         `num_rows` maps a tenant to its number of running rows. `after` maps a tenant to the order
-        of its first unfinished prompt. Later requests of this tenant are skipped.
+        of its first unfinished prompt, and later requests of the tenant are skipped.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:
