@@ -231,7 +231,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. If there are none, it matches nothing."""
+        """Pattern of all added tokens, longest first, or a pattern that matches nothing."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -297,7 +297,7 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
 
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
-    """Return whether text before an added token cannot influence the tokens after it."""
+    """Return whether text before an added token cannot influence tokens after the added token."""
     changes_all = definition.get("truncation") or definition.get("padding")
     if changes_all or definition["model"].get("dropout"):
         return False

@@ -111,7 +111,7 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Advance by the token or text `part`. Return False if the grammar does not allow it."""
+        """Advance by the token or text `part`, or return False if the grammar forbids `part`."""
         if self.has_ended:
             return True  # tokens after the end of the grammar are not checked
         taken = (

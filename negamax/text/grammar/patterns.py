@@ -103,7 +103,7 @@ class _PatternReader:
         return found
 
     def _read_whole(self) -> tuple[list[int], bool]:
-        """Read an alternative outside groups. Return its parts, and whether one is a lookahead."""
+        """Read an alternative outside groups; return its parts, and whether one is a lookahead."""
         languages, parts = self._languages, list[int]()
         while self._peek() not in ("", "|", ")"):
             is_wanted = self._take("(?=")

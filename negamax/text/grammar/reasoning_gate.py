@@ -133,7 +133,7 @@ class ReasoningGate:
 
 
 def needs_text(reasoning: Reasoning) -> bool:
-    """Return whether a tag is not a single token, so that a gate needs the bytes of tokens."""
+    """Return whether a reasoning tag is not one token, so that a gate needs tokens' bytes."""
     markers: list[Marker] = [reasoning.closer, reasoning.call_opener]
     if reasoning.state == "optional":
         markers.append(reasoning.opener)

@@ -26,7 +26,7 @@ _NAMED = re.compile(r"(?<![\w.-])[\w.-]++(?=[\"']?\s*[:=>])")
 
 
 def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str, str]]]:
-    """Return the calls in `text`. Each call is the tool's name and the JSON of each named argument.
+    """Return the calls in `text`, each as the tool's name and the JSON of each named argument.
 
     A call is a JSON object with the name of a declared tool and with arguments. The calls are in a
     list, or each line contains one call. If `text` contains anything but calls, return [].

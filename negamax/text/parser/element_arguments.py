@@ -149,7 +149,7 @@ class ElementArguments:
             self._open[-1].quoted.append(name)
 
     def open(self, name: str, tag: str) -> None:
-        """Process the opening tag of the element `name`. `tag` is the text of the tag."""
+        """Process the opening tag of the element `name`. `tag` is the text of the opening tag."""
         self._wrongly_closed = None
         if len(self._open) >= MAX_DEPTH:
             self.lost = self.lost or tag
@@ -168,7 +168,7 @@ class ElementArguments:
         self._begin(name)
 
     def close(self, name: str, tag: str) -> None:
-        """Process the closing tag of the element `name`. `tag` is the text of the tag.
+        """Process the closing tag of the element `name`. `tag` is the text of the closing tag.
 
         A closing tag with a wrong name also ends an element with text. The correct closing tag may
         follow the wrong tag. The closing tag of an outer element also closes all inner elements.

@@ -150,7 +150,7 @@ class CallBlock(ABC):
 
     @abstractmethod
     def finish(self, *, is_truncated: bool) -> None:
-        """Process the end of the output in the block. `is_truncated`: the model was interrupted."""
+        """Process the output's end in the block. `is_truncated`: was the model interrupted?"""
 
     def _begin_calls(self) -> None:
         self._has_calls = True

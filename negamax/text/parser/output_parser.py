@@ -217,7 +217,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Decide from `lexeme` if the held opener begins a block. Return True for white space."""
+        """Decide if the held opener begins a block. Return True if `lexeme` is white space."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
