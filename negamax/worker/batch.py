@@ -173,7 +173,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build metadata. `active` [1] int32: number of tokens without padding. `host`: more fields."""
+    """Build metadata with fields `host`. `active` [1] int32: number of tokens without padding."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,

@@ -40,7 +40,7 @@ class RankAddresses:
 
 @dataclass(frozen=True)
 class LaneOptions:
-    """Options for the exchange of KV blocks in host memory with the ranks of other engines."""
+    """Options of a lane, which exchanges KV blocks in host memory with ranks of other engines."""
 
     kind: str  # how ranks read blocks of other engines: "nixl" or "tcp"
     folder: str  # folder for the Unix sockets of this engine's ranks

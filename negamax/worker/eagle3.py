@@ -1,10 +1,10 @@
 """Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which stores its caches in the
 KV blocks of the target model.
 
-The first pass runs every token of the step. For each token, it reads the target's residual streams
-and the next token. The draft model's caches contain the same tokens as the target's, also after
-prompt chunks and prefix-cache hits. Later steps overwrite keys and values of rejected drafts. Each
-further pass runs one token per row, and reads the hidden state of the previous pass.
+The first pass runs every token of the step. For each token, this pass reads the target's residual
+streams and the next token. The draft model's caches contain the same tokens as the target's, also
+after prompt chunks and prefix-cache hits. Later steps overwrite keys and values of rejected drafts.
+Each further pass runs one token per row, and reads the hidden state of the previous pass.
 
 The draft model's keys of a token depend on the next token. If two sequences share a block, the last
 keys of the block depend on the next token of the sequence that filled the block. Shared blocks may
@@ -109,7 +109,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Return metadata of one token per slot. `seq_lens` is [R] int32; others are [R] int64."""
+        """Return metadata of one token per slot. `seq_lens` is [R] int32, and others are int64."""
         # the host has the sequence lengths only if the device is a CPU
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(

@@ -140,7 +140,7 @@ class MovableExperts(ExpertRecorder):
         self._maps[layer].update(table)
 
     def _peer(self, ep_rank: int) -> int:
-        """Return the rank that has the slots of `ep_rank`, and the same slices as this rank."""
+        """Return the rank with the slots of `ep_rank` and the same expert slices as this rank."""
         return ep_rank * self._view.tp + self._view.tp_rank
 
     def _open(self) -> None:

@@ -73,7 +73,7 @@ class _FileBatch:
 
 @dataclass(frozen=True)
 class _StoredFile:
-    """A file in the folder, written by any engine."""
+    """A file of KV blocks in the shared folder, written by any engine."""
 
     used_at: float
     num_bytes: int

@@ -25,7 +25,7 @@ class RowBitmasks:
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
     def select(self, rows: Sequence[int], *, renumber: bool = False) -> "RowBitmasks | None":
-        """Return the masks of `rows`. With `renumber`, `members` of the result index `rows`."""
+        """Return the masks of `rows`. With `renumber`, the result's `members` index `rows`."""
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
         if not kept:

@@ -13,8 +13,8 @@ still runs. A step is padded to the next captured shape of its kind:
     tokens   (T, seqs, T)             any batch: all layers without sampling; the device computes
                                       the query tiles of attention
 
-Graphs of the kinds `rows` and `drafts` include the proposer. If rows have fewer than k drafts,
-padding fills the end of the batch, not of each row.
+Graphs of the kinds `rows` and `drafts` include the proposer. If rows have fewer than k drafts, all
+padding follows the tokens of the last row.
 """
 
 import time
@@ -226,12 +226,12 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Resample rows with a small top_k. Graphs with a proposer have already done this."""
+        """Resample rows with a small top_k, which graphs with a proposer have already done."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape) -> Tensor:
-        """Return the step's drafts [rows, drafts] int64. `finish` reads this buffer again."""
+        """Return the step's draft buffer [rows, drafts] int64, which `finish` reads again."""
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:

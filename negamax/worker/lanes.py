@@ -50,7 +50,7 @@ class HostKind:
     blocks: NDArray[np.int64]  # [blocks, layers, heads of this rank, words]
 
     def heads_of(self, rank: int, ranks: int) -> range:
-        """Return the heads that rank `rank` of `ranks` stores."""
+        """Return the heads that rank `rank` of `ranks` ranks stores."""
         count = self.spec.local_heads(ranks)
         first = 0 if self.spec.replicated else rank * self.spec.heads // ranks
         return range(first, first + count)

@@ -37,7 +37,7 @@ class LogitEdit(Protocol):
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return a function that edits the logits of a row with `params`. Called once per row."""
+        """Return a function that edits the row's logits. `prepare` is called once per row."""
 
 
 class Penalties:

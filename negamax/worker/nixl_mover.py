@@ -1,7 +1,7 @@
 """Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs NIXL.
 
 The memory of all host blocks is registered once. If both engines have equal tensor-parallel sizes,
-a descriptor covers a block's layers in one kind of cache. Otherwise, it covers one layer.
+a descriptor covers a block's layers in one kind of cache. Otherwise, a descriptor covers one layer.
 """
 
 import time
@@ -89,7 +89,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read blocks and wait. After a call raised `LaneError`, it writes no blocks."""
+        """Read blocks and wait. A call that failed with `LaneError` writes no blocks."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),

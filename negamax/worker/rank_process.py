@@ -136,7 +136,7 @@ def main(endpoint: str, rank: int) -> int:
 
 
 def _set_environment(interface: str | None) -> None:
-    """Set environment variables of gloo, NCCL and torch. `interface`: network between ranks."""
+    """Set environment variables of gloo, NCCL and torch. `interface`: network of the ranks."""
     # gloo and NCCL accept messages without a key, so they listen only on the ranks' network
     env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
     env.set_default("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")

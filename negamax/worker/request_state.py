@@ -210,7 +210,7 @@ class RequestState:
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record how to sample the row. Only the plan decides this, so all ranks agree."""
+        """Record how to sample the row, by `params` only, so that all ranks sample alike."""
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
         is_drawn = params.temperature > 0.0

@@ -183,7 +183,7 @@ class ModelRunner:
         return num_blocks
 
     def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
-        """Allocate the same number of host blocks on every rank. Return None if disabled."""
+        """Allocate equally many host blocks on all ranks, or return None if they are disabled."""
         config, device = self.config, self.device
         if not config.has_host_blocks:
             return None

@@ -47,8 +47,8 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """List shapes by kind. ROWS has shapes of up to `max_rows` rows. DRAFTS has such shapes for all
-    `draft_lengths`. TOKENS has shapes of up to `max_tokens` tokens of `max_num_seqs` sequences.
+    """List shapes by kind. ROWS, and DRAFTS for each of `draft_lengths`, have shapes of up to
+    `max_rows` rows. TOKENS has shapes of up to `max_tokens` tokens of `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {

@@ -35,7 +35,7 @@ class AllTokens:
 
     @property
     def columns(self) -> StepColumns:
-        """Columns of the shard's tokens. They are empty if the shard has only a padding token."""
+        """Columns of the shard's tokens, or empty columns if the shard has only a padding token."""
         return self.layout.columns
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:

@@ -35,7 +35,7 @@ class VerifiedRows(NamedTuple):
 @dataclass(frozen=True)
 class Verifier:
     """Counts accepted drafts, sets row lengths and proposes new drafts. Eager steps use PyTorch
-    ops. Their index tensors have many alignments, so Triton would compile many kernels.
+    ops, because Triton would compile many kernels for the many alignments of index tensors.
     """
 
     proposer: Proposer

@@ -20,7 +20,7 @@ _MOST_THREADS = 8  # few threads, because compilation holds the GIL half of the 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
     """Return how many of the first `layers` must run to launch every kernel. These layers include
-    one of each kind and the layer after it, whose first norm completes the sum over ranks.
+    one of each kind and one more layer, whose first norm completes the sum over ranks.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)

@@ -78,7 +78,7 @@ class Worker:
             self.runner.requests.lower_bounds(step.plan, accepted, step.reassigned)
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput | StepResult:
-        """Run the step as a batch. If it fails on a single CPU rank, run its rows one by one."""
+        """Run the step as a batch. If this fails on a single CPU rank, run the rows one by one."""
         runner, requests = self.runner, self.runner.requests
         layout, is_lazy = runner.config.layout, runner.runtime.is_asynchronous
         has_others = plan.of_all is not None or layout.pp > 1 or layout.cp > 1
