@@ -320,7 +320,7 @@ class EngineOptions:
     data_parallel_size: int = option(
         1,
         "Run this many data-parallel groups of ranks for more throughput. Each group has its own "
-        "requests and KV cache, and all groups share the experts.",
+        "requests and KV cache. The experts are split over all groups.",
         "-dp",
     )
     all2all_backend: str = option(
@@ -368,8 +368,8 @@ class EngineOptions:
     )
     init_expert_location: str = option(
         IN_ORDER,
-        "Assign experts to ranks at start: trivial assigns in order; JSON text or a JSON file "
-        "sets logical_count or physical_to_logical_map.",
+        "Assign experts to ranks at start. trivial assigns consecutive experts to each rank; JSON "
+        "text or a JSON file sets logical_count or physical_to_logical_map.",
     )
     num_threads: int | None = option(
         None,

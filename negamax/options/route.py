@@ -88,7 +88,7 @@ def list_servers(
             raise ConfigError(f"the server {url} is given twice", hint="give each server once")
     if len(found) > MAX_SERVERS:
         refusal = f"there are {len(found)} servers; allowed: {MAX_SERVERS}"
-        raise ConfigError(refusal, hint="start several routers, and one router in front of them")
+        raise ConfigError(refusal, hint="use several routers, and one router for these routers")
     return servers, prefillers
 
 
