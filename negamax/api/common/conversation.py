@@ -26,7 +26,7 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # first encode this many characters per context token of a long prompt
+_PROBE_CHARS_PER_TOKEN = 8  # characters per context token that are encoded first in a long prompt
 _LEAST_TOKENS = 2**18  # minimum result of `compute_max_tokens`, for models with short contexts
 
 
