@@ -142,7 +142,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Reserve pages for an image, and add a job for a new image. Return None without room."""
+        """Reserve pages for an image. If a new image fits, add a job for it, else return None."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:

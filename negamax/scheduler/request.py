@@ -113,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> "SamplingParams":
-        """Return a copy with the model's defaults for None. `room`: tokens left in the context."""
+        """Replace None by the model's defaults in a copy. `room`: tokens left in the context."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         found = {name: getattr(self, name) for name in names}
         found |= {name: getattr(defaults, name) for name in names if found[name] is None}

@@ -37,7 +37,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: most tokens. `turn`, then `arrival`, order the sequences of equal priority."""
+        """`limit`: most tokens. Sequences of equal priority run by `turn`, then by `arrival`."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id

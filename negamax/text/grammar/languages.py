@@ -229,7 +229,7 @@ class Languages:
         return self.none
 
     def _find_cuts(self, part: int) -> frozenset[int]:
-        """Return where the ranges of characters that have equal derivatives begin."""
+        """Return the first characters of the ranges in which all derivatives are equal."""
         known = self._cuts.get(part)
         if known is not None:
             return known

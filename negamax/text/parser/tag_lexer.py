@@ -223,7 +223,7 @@ class TagLexer:
             self._held = text[end:]
 
     def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
-        """Append tags of `text` and text between them to `lexemes`. Return the end of the last tag.
+        """Append tags of `text` and text between them to `lexemes`. Return where the last tag ends.
 
         If `is_last` is False, a tag that may become a longer tag is held.
         """
