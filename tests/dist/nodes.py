@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
     interface = None if isinstance(network, Machines) else "lo"
     options = {"master_addr": network.address(0), "master_port": network.port}
     return {"nnodes": count, "interface": interface, **options}
+
+
+def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
+    began = time.monotonic()
+    while not holds():
+        if time.monotonic() > began + seconds:
+            raise TimeoutError
+        time.sleep(0.02)
+    return time.monotonic() - began
 
 
 def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:

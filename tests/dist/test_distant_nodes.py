@@ -31,6 +31,7 @@ from tests.dist.nodes import (
     on_nodes,
     seconds_until_noticed,
     tokens,
+    wait_until,
 )
 from tests.layouts import parallel
 
@@ -96,15 +97,6 @@ class Group:
             yield group
         finally:
             group.stop(timeout=0.0, restarts=True)
-
-
-def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
-    began = time.monotonic()
-    while not holds():
-        if time.monotonic() > began + seconds:
-            raise TimeoutError
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 Ways = list[tuple[int, int]]  # pairs of source and target machines

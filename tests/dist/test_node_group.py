@@ -22,6 +22,7 @@ from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare
 from negamax.worker.node_sockets import connect
+from tests.dist.nodes import wait_until
 from tests.ports import free_port
 
 FACTS = {"Negamax": "1", "--seed": "0"}
@@ -105,11 +106,8 @@ def silence(words: str) -> float:
 
 
 def options(port: int) -> NodeOptions:
-    return NodeOptions(nnodes=2, master_addr="127.0.0.1", master_port=port, interface=loopback())
-
-
-def loopback() -> str:
-    return "lo0" if os.uname().sysname == "Darwin" else "lo"
+    loopback = "lo0" if os.uname().sysname == "Darwin" else "lo"
+    return NodeOptions(nnodes=2, master_addr="127.0.0.1", master_port=port, interface=loopback)
 
 
 @pytest.fixture
@@ -192,12 +190,23 @@ def test_a_join_that_a_heartbeat_overtook_is_no_loss(setting: Setting) -> None:
     assert setting.group.death() is None
 
 
-def test_closed_connection_is_noticed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 60.0)
-    peer, session = setting.started("a")
-    peer.beat(session)
+@pytest.mark.parametrize("living", ["", "stalled before", "heartbeat after"])
+def test_connection_that_an_agent_closes_shortens_the_limit(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, living: str
+) -> None:
+    """After an interruption, ZeroMQ closes a connection that delivers nothing."""
+    monkeypatch.setattr(wire, "DISCONNECTED_SECONDS", 0.6)
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.2 if living else 60.0)
+    (peer, session), (node,) = setting.started("a"), setting.group._nodes
+    wait_until(lambda: node.last_beat == peer.num_beats)
+    while living == "stalled before" and node.stall._seconds < 2 * wire.DISCONNECTED_SECONDS:
+        peer.throw(wire.encoder.encode(peer.next_beat(session)))
+        time.sleep(wire.BEAT_SECONDS)
     peer.socket.close()
-    assert wire.DISCONNECTED_SECONDS <= silence(setting.death()) < wire.SILENCE_SECONDS
+    if living == "heartbeat after":
+        wait_until(lambda: node.is_disconnected)
+        peer.throw(wire.encoder.encode(peer.next_beat(session)))
+    assert (1.2 if living else 0.6) <= silence(setting.death()) < 60.0
 
 
 def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -> None:
@@ -210,15 +219,14 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
     peer.hear(wire.Node0Heartbeat)
     peer.throw(wire.encoder.encode(second))
     began = time.monotonic()
-    heard: list[bytes] = []
+    heard: list[Any] = []
     while time.monotonic() < began + 1.25 * wire.SILENCE_SECONDS:
         peer.throw(wire.encoder.encode(peer.next_beat(session)))
         time.sleep(wire.BEAT_SECONDS)
-        heard += [frame for frame, _ in peer.datagrams.receive()]
+        heard += [wire.heartbeat.decode(frame) for frame, _ in peer.datagrams.receive()]
     assert setting.group.death() is None
-    words = [wire.heartbeat.decode(frame) for frame in heard]
-    assert {word.session for word in words} == {session} and len(words) > 5
-    assert [word.number for word in words] == sorted({word.number for word in words})
+    assert {each.session for each in heard} == {session} and len(heard) > 5
+    assert [each.number for each in heard] == sorted({each.number for each in heard})
     peer.throw(b"no message")
     stopped = threading.Event()
 
@@ -254,9 +262,7 @@ def test_foreign_connections_do_not_affect_a_node(setting: Setting) -> None:
     peer.hear(wire.Node0Heartbeat)
     for _ in range(3):
         socket.create_connection(("127.0.0.1", setting.port)).close()
-    began = time.monotonic()
     assert silence(setting.death()) >= wire.SILENCE_SECONDS
-    assert time.monotonic() - began > (wire.DISCONNECTED_SECONDS + wire.SILENCE_SECONDS) / 2
 
 
 def test_a_lost_start_is_repeated(setting: Setting) -> None:
@@ -281,7 +287,7 @@ def test_a_used_udp_port_is_named() -> None:
 
 def test_strangers_take_few_descriptors_and_no_memory(setting: Setting) -> None:
     files, address = Path("/dev/fd"), ("127.0.0.1", setting.port)
-    most, deadline = len(list(files.iterdir())) + 400 + 150, time.monotonic() + 20
+    most = len(list(files.iterdir())) + 400 + 150
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(socket.create_connection(address, timeout=20))
@@ -291,9 +297,7 @@ def test_strangers_take_few_descriptors_and_no_memory(setting: Setting) -> None:
                 pass
         for _ in range(400):
             stack.enter_context(socket.create_connection(address, timeout=20))
-        while len(list(files.iterdir())) > most:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(list(files.iterdir())) <= most)
     setting.started("a")
 
 

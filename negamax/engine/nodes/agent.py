@@ -127,8 +127,8 @@ class Agent:
         self._socket.linger = _LINGER_MS
         self._socket.immediate = True  # Do not queue messages while disconnected.
         self._socket.reconnect_ivl = _RECONNECT_MS
-        self._socket.heartbeat_ivl = 1000
-        self._socket.heartbeat_timeout = 2000
+        self._socket.heartbeat_ivl = wire.PING_MS
+        self._socket.heartbeat_timeout = wire.CLOSE_MS
         self._node_0 = address
         connect(self._socket, tcp_endpoint(address, options.master_port))
         self._datagrams = Datagrams(place.address)

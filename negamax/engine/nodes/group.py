@@ -32,7 +32,6 @@ _POLL_SECONDS = 0.05
 _REMINDER_SECONDS = 10.0  # Time between log lines about missing nodes.
 _LEAVE_SECONDS = 1.0  # Longest wait until agents confirm that their ranks have ended.
 _MESSAGE_BYTES = 2**20  # Size limit of an agent's message.
-_HEARTBEAT_MS = 1000  # Time between ZeroMQ's own heartbeats.
 
 
 @dataclass
@@ -43,7 +42,7 @@ class _Node:
     ranks: range
     route: bytes = b""  # ZeroMQ identity of the node's agent.
     connection: int = -1  # File descriptor of the latest message's connection.
-    disconnected_at: float = float("-inf")
+    is_disconnected: bool = False  # The agent closed the connection and sent no heartbeat since.
     udp_address: Address | None = None
     join: wire.Join | None = None  # The latest `Join`; None if the node is not joined.
     joined_at: float = 0.0
@@ -69,12 +68,12 @@ class _Node:
         self.num_signs = self.num_frames = 1
         self.silence, self.stall = Silence(), Silence()
 
-    def problem(self, now: float) -> str | None:
+    def problem(self) -> str | None:
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
         # Until its first heartbeat, an agent uses only TCP, which recovers slowly from packet loss.
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
-        if self.last_beat and now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
+        if self.last_beat and self.is_disconnected:
             limit = wire.DISCONNECTED_SECONDS
         if silence > limit:
             return f"{self.name} sends no heartbeat for {silence:.1f} s"
@@ -94,9 +93,7 @@ class NodeGroup:
         self._facts = facts
         self._place = network.find_place_of_node_0(options)
         self._session = secrets.token_hex(8)
-        self._nodes = [
-            _Node(number, layout.ranks_of_node(number)) for number in range(1, layout.nodes)
-        ]
+        self._nodes = [_Node(node, layout.ranks_of_node(node)) for node in range(1, layout.nodes)]
         self._has_warned = False
         self._stop: wire.StopRanks | None = None
         self._is_ending = False
@@ -111,8 +108,8 @@ class NodeGroup:
         self.addresses = self._addresses(layout, ports)
         all_ports = range(agents_port, next(ports))
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.heartbeat_ivl = _HEARTBEAT_MS
-        self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
+        self._socket.heartbeat_ivl = wire.PING_MS
+        self._socket.heartbeat_timeout = wire.CLOSE_MS
         self._num_peers = 4 * layout.world_size  # Ranks of earlier engines may connect, too.
         self._limits: list[ConnectionLimit] = []  # One limit per socket, that of `_socket` first.
         self.limit_connections(self._socket)
@@ -238,7 +235,7 @@ class NodeGroup:
                 next_beat = now + wire.BEAT_SECONDS
                 self._send_heartbeats()
             for node in self._nodes:
-                if wrong := node.problem(now):
+                if wrong := node.problem():
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
@@ -284,9 +281,11 @@ class NodeGroup:
             limit.apply()
         for event, connection in self._limits[0].apply():
             if event == zmq.EVENT_DISCONNECTED:
+                # ZeroMQ also closes a connection that delivers nothing: the agent may be alive.
                 for node in self._nodes:
                     if node.connection == connection:
-                        node.disconnected_at = time.monotonic()
+                        stall = node.stall.seconds(node.num_frames)
+                        node.is_disconnected = stall < wire.DISCONNECTED_SECONDS
             elif event != zmq.EVENT_ACCEPTED and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -329,17 +328,16 @@ class NodeGroup:
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
+        node.is_disconnected = False
         node.num_signs += 1
         node.rank, node.rank_silence = beat.rank, beat.silence
         if beat.death is not None:
             self._lost(node, f"{beat.death} on {node.name}")
 
     def _handle_join(self, route: bytes, node: _Node, join: wire.Join, *, connection: int) -> None:
-        different = list(find_differences(self._facts, join.facts, name=f"node {node.number}"))
+        different = "; ".join(find_differences(self._facts, join.facts, name=f"node {node.number}"))
         if different:
-            message = (
-                f"node {node.number} ({join.host}) differs from node 0: {'; '.join(different)}"
-            )
+            message = f"node {node.number} ({join.host}) differs from node 0: {different}"
             logger.error("%s", message)
             self._send(route, wire.Refusal(message))
             return

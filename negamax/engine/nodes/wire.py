@@ -4,13 +4,15 @@ import msgspec
 
 from negamax.worker.config import RankAddresses
 
-BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
+BEAT_SECONDS = 0.1  # Time between two heartbeats of node 0 or of an agent.
 # A node is dead after `SILENCE_SECONDS` without messages, so that clients get errors within 3 s.
 SILENCE_SECONDS = 2.0
 DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node is considered dead.
 # Agents report a dead agent after `NEIGHBOUR_SECONDS` without heartbeats, later than node 0.
 NEIGHBOUR_SECONDS = 2.4
 STALL_SECONDS = 10.0  # Seconds without a TCP message after which a node is considered dead.
+# ZeroMQ sends a ping every `PING_MS`, and closes a connection that delivers no data for `CLOSE_MS`.
+PING_MS, CLOSE_MS = 1000, 5000  # TCP needs up to 4 s to deliver data after a gap of 1.4 s.
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
