@@ -4,7 +4,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # If you raise a cap, name in the commit's body the code that was removed instead.
-CAPS = {"negamax": 88_600, "tests": 63_910, "tools": 4_950, "nano": 11_050}
+CAPS = {"negamax": 88_830, "tests": 63_910, "tools": 4_950, "nano": 11_050}
 
 
 def count_lines(folder: Path) -> int:

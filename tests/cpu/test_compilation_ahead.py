@@ -17,7 +17,7 @@ OTHERS = re.findall(r"^(?:OLDEST|NEWEST)_TRITON \?= (.+)", MAKEFILE.read_text(),
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
 SAMPLE = "sm_90/430+5"  # every 430th case, from the 5th on: a norm, and experts of prefills
 # cases for each of OTHERS: a GEMM, experts, and a norm or a part of attention
-SAMPLE_OF_OTHERS = ("sm_90/205+10", "sm_90/205+25")
+SAMPLE_OF_OTHERS = ("sm_90/205+11", "sm_90/205+25")
 SWEEP = (  # all cases of the measured platform, and samples for the others
     *("sm_90/4", "sm_90/4+1", "sm_90/4+2", "sm_90/4+3", "gfx942/16+1", "gfx942/16+9"),
     *("sm_80/16", "sm_89/16+2", "sm_100/16+4", "gfx950/16+6"),

@@ -23,7 +23,7 @@ class DecodeSplit:
 
 
 DECODE = DecodeSplit()
-_SHORT = 4096  # in sequences with more tokens, tiles of 128 queries read the keys less often
+_SHORT = 3072  # in sequences with more tokens, tiles of 128 queries read the keys less often
 _FEW = 64  # steps of up to this number of queries do not fill tiles of 128 queries
 
 

@@ -17,6 +17,8 @@ If a few queries follow a long prefix, there are too few tiles to fill the GPU. 
 then split the keys of a tile, and a second launch merges their results. The number of programs for
 a tile is proportional to its number of keys. The device computes the splits, so a captured step
 handles prefixes of any length.
+
+On Hopper, tiles of 128 queries without splits run in `triton_specialized.py`, if keys have 16 bits.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.attention import triton_specialized
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
@@ -38,6 +41,7 @@ from negamax.kernels.attention.triton_shared import (
     locate_key_tile,
     merge_splits,
     multiply_keys,
+    place_rows,
     score_scale,
     softmax_step,
     split_queries,
@@ -202,17 +206,6 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
     return before * C.BLOCK_SIZE + rest - 1
 
 
-@triton.jit
-def _place_rows(row, first, count, query_head, C: tl.constexpr):
-    """Return each row's query index in the tile, and its output row (token * heads + head). The
-    rows belong to one head, or to all query heads of a KV head if these heads fit into the tile.
-    """
-    is_folded = count * C.GROUP <= C.BLOCK_M
-    query = tl.where(is_folded, row // C.GROUP, row)
-    head = (first + query) * (C.KV_HEADS * C.GROUP) + query_head
-    return query, head + tl.where(is_folded, row % C.GROUP, 0)
-
-
 # no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["block_table_indices"])
 def _prefill_kernel(
@@ -252,7 +245,7 @@ def _prefill_kernel(
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     if (count * C.GROUP <= BLOCK_M) & (query_head % C.GROUP != 0):
         return
-    query, out_row = _place_rows(row, first, count, query_head, C)
+    query, out_row = place_rows(row, first, count, query_head, C)
     mask = (query < count)[:, None] & (column < C.DIM)[None, :]
     q_tile = tl.load(
         q + out_row.to(tl.int64)[:, None] * C.DIM + column[None, :], mask=mask, other=0.0
@@ -320,7 +313,7 @@ def _merge_prefill_kernel(
     is_folded = count * C.GROUP <= C.BLOCK_M
     if (count == 0) | (is_folded & (tl.program_id(0) % C.GROUP != 0)):
         return
-    query, out_row = _place_rows(row, first, count, tl.program_id(0), C)
+    query, out_row = place_rows(row, first, count, tl.program_id(0), C)
     at = _locate_partials(partials, tl.load(record + 6), places, C)
     m_i, l_i, acc = merge_splits(at, row, tl.load(record + 5), C)
     acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
@@ -336,6 +329,19 @@ def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedA
     return result(*output)
 
 
+def _uses_specialized_warps(q: Tensor, cache: KvCache, plan: PrefillPlan) -> bool:
+    """Return whether `triton_specialized.py` computes the plan. Its instructions are Hopper's."""
+    return (
+        platform.platform_of(q.device).arch == "sm_90"
+        and q.dtype == cache.k.dtype  # not FP8
+        and plan.block_m == triton_specialized.BLOCK_M
+        and q.shape[2] == triton_specialized.DIM
+        and plan.shape.block_size % triton_specialized.PAGE == 0
+        and plan.split is None
+        and plan.held is None
+    )
+
+
 def launch_prefill(
     q: Tensor, cache: KvCache, plan: PrefillPlan, output: Outputs, *, lse: Tensor | None = None
 ) -> None:
@@ -345,6 +351,7 @@ def launch_prefill(
         return
     _, heads, head_dim = q.shape
     tables, held = plan.queries.block_tables, plan.held
+    indices, scale = plan.queries.block_table_indices, score_scale(head_dim, cache.scales[0])
     launch = tiles_for(q.device).prefill_launch(
         plan.block_m, cache.k.element_size(), is_shard=held is not None
     )
@@ -352,16 +359,20 @@ def launch_prefill(
         q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n,
         SPLIT_KV=plan.split is not None,
     )  # fmt: skip
+    if lse is None and _uses_specialized_warps(q, cache, plan):
+        triton_specialized.launch_specialized(
+            q, cache, tables, indices, plan.tiles, output, scale, constants
+        )
+        return
     tiles, partials, places = plan.tiles, None, 0
     if plan.split is not None:
         tiles, places = plan.split.work, plan.split.places
         size = heads * places * plan.block_m * (constants.BLOCK_D + 2)
         partials = q.new_empty(size, dtype=torch.float32)
     _prefill_kernel[(heads, len(tiles))](
-        q, cache.k, cache.v, tables, plan.queries.block_table_indices, tiles, *output, lse, held,
-        None if held is None else held.stride(0), partials, places,
-        score_scale(head_dim, cache.scales[0]), cache.scales[1], tables.stride(0), constants,
-        **launch.options,
+        q, cache.k, cache.v, tables, indices, tiles, *output, lse, held,
+        None if held is None else held.stride(0), partials, places, scale, cache.scales[1],
+        tables.stride(0), constants, **launch.options,
     )  # fmt: skip
     if plan.split is not None:
         merged = plan.split.merged

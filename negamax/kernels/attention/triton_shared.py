@@ -131,6 +131,17 @@ def multiply_keys(operands, k, C: tl.constexpr):
 
 
 @triton.jit
+def place_rows(row, first, count, query_head, C: tl.constexpr):
+    """Return each row's query index in the tile, and its output row (token * heads + head). The
+    rows belong to one head, or to all query heads of a KV head if these heads fit into the tile.
+    """
+    is_folded = count * C.GROUP <= C.BLOCK_M
+    query = tl.where(is_folded, row // C.GROUP, row)
+    head = (first + query) * (C.KV_HEADS * C.GROUP) + query_head
+    return query, head + tl.where(is_folded, row % C.GROUP, 0)
+
+
+@triton.jit
 def write_heads(x, row, column, mask, output, C: tl.constexpr):
     """Write x [rows, BLOCK_D] fp32 to `output`; row indices `row` are token * heads + head."""
     out, values, scales = output
