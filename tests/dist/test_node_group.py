@@ -25,6 +25,7 @@ from negamax.worker.node_sockets import connect
 from tests.dist.nodes import wait_until
 from tests.ports import free_port
 
+LOOPBACK = "lo0" if os.uname().sysname == "Darwin" else "lo"
 FACTS = {"Negamax": "1", "--seed": "0"}
 SHARE = MachineShare("/models", None, None, None, "/kv", 1, "/tmp/beats", "eth1")
 
@@ -106,8 +107,7 @@ def silence(words: str) -> float:
 
 
 def options(port: int) -> NodeOptions:
-    loopback = "lo0" if os.uname().sysname == "Darwin" else "lo"
-    return NodeOptions(nnodes=2, master_addr="127.0.0.1", master_port=port, interface=loopback)
+    return NodeOptions(nnodes=2, master_addr="127.0.0.1", master_port=port, interface=LOOPBACK)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from negamax.options.nodes import KEY_VARIABLE, MP, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses
 from negamax.worker.node_sockets import bind
-from tests.dist.test_node_group import FACTS, Setting, loopback
+from tests.dist.test_node_group import FACTS, LOOPBACK, Setting
 from tests.ports import free_port
 
 
@@ -125,7 +125,7 @@ class Leader:
 def test_an_agent_of_ray_ends_with_its_ranks() -> None:
     leader = Leader(port := free_port())
     options = NodeOptions(
-        nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port, interface=loopback()
+        nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port, interface=LOOPBACK
     )
     share = MachineShare(None, None, None, None, None, 1, "", None)
     Agent(options, facts=FACTS, share=share, waits_again=False).run()
