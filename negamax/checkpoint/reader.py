@@ -94,7 +94,7 @@ class Span:
     """A contiguous byte range of a file. The range contains a part of a tensor.
 
     Let d be the outermost dimension in which the part has more than one index. In d, the range
-    covers the part's indices only. In the dimensions inside d, the range covers all indices.
+    covers the part's indices only. In the dimensions after d, the range covers all indices.
     """
 
     file: Path

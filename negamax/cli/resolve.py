@@ -268,7 +268,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Return each option's value in the last level that sets it, or all values if they add up."""
+    """Return each option's value in the last level that sets it; lists of all levels are joined."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -22,7 +22,7 @@ class NodeOptions:
     master_port: int = MASTER_PORT  # First of the consecutive ports that node 0 uses.
     interface: str | None = None  # None: the interface that reaches master_addr.
     allow_cross_node_tp: bool = False
-    launcher: str = MP  # with RAY, Ray chooses the machines of the nodes
+    launcher: str = MP  # with RAY, Ray chooses the machine of each node's agent
 
     def __post_init__(self) -> None:
         if not 1 <= self.nnodes <= MOST_NODES:

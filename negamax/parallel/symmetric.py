@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 # Limits of peer memory, in rows (hidden states). NCCL transfers larger batches.
 REDUCE_ROWS = 256  # Maximum number of rows that are summed through peer memory.
 DISPATCH_ROWS = 128  # Maximum rows that a rank sends to experts through peer memory.
-SHARED_ROWS = 2048  # Maximum rows of the shared buffer. For more rows, NCCL is as fast on 4 H200.
+SHARED_ROWS = 2048  # Maximum rows of the shared buffer. With more, NCCL is as fast (4 H200).
 SHARD_ROWS = 16384  # Maximum rows of a sharded step that uses peer memory.
 BUFFERS = 2
 # Longest wait of a kernel for another rank. --engine-hang-timeout should be longer.

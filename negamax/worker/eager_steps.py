@@ -89,7 +89,7 @@ def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: in
 def _launch(
     layout: BatchLayout, runner: ModelRunner, caches: Sequence[KvCaches], entering: Tensor | None
 ) -> None:
-    """Launch one step, from its token ids to the proposal of drafts."""
+    """Launch one step: the model, the sampler, and the proposal of draft tokens."""
     model, requests, proposer = runner.model, runner.requests, runner.proposer
     most_rows = runner.config.max_num_seqs
     shard = shard_tokens(layout, requests, runner.context.context_group)

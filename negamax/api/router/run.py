@@ -33,7 +33,7 @@ def open_router_socket(options: RouteOptions) -> socket.socket:
         raise ConfigError(
             f"--host is {options.host!r}, which other machines can reach, and the router checks "
             f"no keys",
-            hint="set API keys for the servers, and pass --allow-unauthenticated",
+            hint="set API keys on the servers, and start the router with --allow-unauthenticated",
         )
     try:
         return bind(family, address)

@@ -36,7 +36,7 @@ _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slo
 _CROSSED_SECONDS = 1.0
 _BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
 _BLOCKS_BYTES = 2**22  # Size limit of the answer with the blocks of a prompt.
-_PAUSE_SECONDS = 5.0  # A server that did not answer is not asked for blocks during this time.
+_PAUSE_SECONDS = 5.0  # After a failure, the router asks a server for blocks this much later.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 

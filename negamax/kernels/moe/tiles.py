@@ -43,7 +43,7 @@ class ExpertTiles:
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows
     down: Tile
-    # gemv: a program of down sums this number of a token's experts; the next norm adds these sums
+    # gemv: number of experts of a token whose outputs a program of down sums; a norm adds the sums
     choices: int = 1
     repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
     resident: bool = False  # large_m: whether down keeps its input h in shared memory (FP8)

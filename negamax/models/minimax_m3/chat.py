@@ -3,12 +3,12 @@ r"""The text format of reasoning and tool calls of the MiniMax-M3 family.
 M stands for the marker `]<]minimax[>[`. A tokenizer encodes the marker as one or more tokens.
 
     <mm:think>reasoning</mm:think>content
-    M<tool_call>\nM<invoke
-    name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
+    M<tool_call>\n
+    M<invoke name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
 
-A tag without the marker is data. Elements nest: an object has one element per member, and an array
-has one `item` element per value. `element_arguments` converts the elements. The reader handles
-these mistakes of the models:
+In a call, a tag without M is data. Elements nest: an object has one element per member, and an
+array has one `item` element per value. `element_arguments` converts the elements. The reader
+handles these mistakes of the models:
 
 - A closing tag with a wrong name, possibly followed by the correct tag, ends a text value. A
   closing tag that matches no open element is dropped. A closing tag of an outer element, of the
@@ -18,10 +18,10 @@ these mistakes of the models:
   and the invoke of an undeclared tool are also data, because files may describe this format.
 - Without the marker, `<tool_call>`, invoke tags and their closing tags are tags only where the
   format requires a tag.
-- A garbled invoke tag, even with a marker in it, calls the declared tool that it names. - If the
-opening tag of an element is missing, the name in its closing tag is used. - The reader also accepts
-a JSON object, or elements without markers, as arguments. Text outside elements is dropped if the
-invoke has elements; an invoke with only such text is not a call.
+- A garbled invoke tag, even with a marker in it, calls the declared tool that it names.
+- If the opening tag of an element is missing, the name in its closing tag is used.
+- The reader also accepts a JSON object, or elements without markers, as arguments. Text outside
+  elements is dropped if the invoke has elements; an invoke with only such text is not a call.
 """
 
 import re

@@ -49,8 +49,8 @@ class _Symbol(NamedTuple):
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
     """Return a message if an output can reach a dead end, else None.
 
-    After a dead end, the output cannot end, and maybe no token is allowed. `stop_token_ids` are no
-    tags of the grammar. The search takes time linear in the size of the grammar.
+    After a dead end, the output cannot end, and maybe no token is allowed. `stop_token_ids` end
+    the output and are not tags. The search takes time linear in the size of the grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] not in VERSIONS:

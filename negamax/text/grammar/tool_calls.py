@@ -195,8 +195,8 @@ class CallStyle(ABC):
         least, most = shape.least, shape.most
         if not least:
             return self.raw(most=most)
-        # The required characters must not begin a closing tag, so no pattern matches the first two
-        # characters of the tag in sequence.
+        # The first `least` characters of a string must not contain the start of a closing tag, so
+        # the patterns exclude the tag's first character followed by its second.
         first, second = (f"\\u{ord(char):04x}" for char in self.end_of_text[:2])
         room = None if most is None else most - least
         ways = [sequence([{"type": "regex", "pattern": f"[^{first}]"}, self.raw(most=room)])]

@@ -82,7 +82,7 @@ class ChatRequest(StructuredRequest):
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
-    top_logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
     # `tool_choice`: whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
