@@ -58,8 +58,8 @@ def _locate_page(table, key, end, head, C: gl.constexpr):
 
 @gluon.jit
 def _produce(k, v, k_ring, v_ring, full, empty, table, num_tiles, end, head, C: gl.constexpr):
-    """Load all keys and values of the program. The values before tile 0 and the keys after the
-    last tile are not used.
+    """Load all keys and values of the program. The values before tile 0 have weights of 0, so block
+    0 must contain finite values. The scores of keys after the last tile are masked.
     """
     v_row0, v_row1 = 0, 0
     for t in range(num_tiles + 1):

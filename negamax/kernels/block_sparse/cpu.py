@@ -245,9 +245,9 @@ class BlockSparsePrefillPlan:
     """The tokens of a step, divided into a dense and a paged part; an empty part has plan None."""
 
     dense: tuple[dense.PrefillRun, ...] | None
-    dense_rows: Tensor  # [n] int64, indices of the dense part's tokens among the T tokens
+    dense_rows: Tensor  # [n] int64, index (0 to T - 1) of each token of the dense part
     paged: Any
-    paged_rows: Tensor  # [T - n] int64, indices of the paged part's tokens among the T tokens
+    paged_rows: Tensor  # [T - n] int64, index (0 to T - 1) of each token of the paged part
     shape: SparseShape
 
 

@@ -1,5 +1,5 @@
-"""Merge the results of all ranks that store keys of a head. A program merges all heads of this rank
-for one token. Results are added in the order of the ranks, not in the order of arrival.
+"""Merge the attention results of ranks that store different blocks of a KV head. A program merges
+all heads of this rank for one token. Results are added in rank order, not in arrival order.
 
 If the region of peer memory has a row for each token, the same launch exchanges the results by the
 LL protocol. Each rank receives only the results of its own heads:
