@@ -13,8 +13,6 @@ from negamax.engine.client.open_request import Owner
 from negamax.options.key_file import keys_of_file
 from negamax.options.server import ServerOptions
 
-_ALL = "*"
-
 
 class Access:
     """Identifies the sender of a request by its headers. Each API key identifies one tenant."""
@@ -72,7 +70,7 @@ class Access:
         site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
         if site in ("same-origin", "none") or not (site or origin) or _read_key(scope["headers"]):
             return
-        if origin in self._origins or _ALL in self._origins:
+        if origin in self._origins or "*" in self._origins:
             return
         host = fields.get(b"host", b"").decode("latin-1")
         if not site and origin.partition("://")[2].lower() == host.lower():

@@ -25,7 +25,6 @@ MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
 
@@ -38,7 +37,7 @@ class AuthMiddleware:
         self._context = context
         self._access = context.access
         hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
-        is_open = self._access.has_keys or options.allow_unauthenticated or _ALL in hosts
+        is_open = self._access.has_keys or options.allow_unauthenticated or "*" in hosts
         self._hosts = None if is_open else hosts
         max_bytes = context.body_limits.num_bytes
         self._body_budget = BodyBudget(BODIES_IN_FLIGHT * max_bytes)
@@ -48,15 +47,14 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        encoding: bytes | None = None  # encoding of a compressed request body
+        is_safe = scope["method"] in _SAFE_METHODS
         try:
             self._check(scope)
-            if scope["method"] not in _SAFE_METHODS:
-                encoding = find_encoding(scope["headers"])
+            encoding = None if is_safe else find_encoding(scope["headers"])
         except NegamaxError as error:
             await handle_error(Request(scope), error)(scope, receive, send)
             return
-        if scope["method"] in _SAFE_METHODS:
+        if is_safe:
             if scope["method"] == "HEAD":  # The GET route answers HEAD; uvicorn drops the body.
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)

@@ -10,7 +10,7 @@ from parser_support import write_block
 from request_support import make_output
 
 from negamax.api.common.answer import AnswerWriter, Choice
-from negamax.api.common.blocks import BlockGrew, BlockKind, BlockWriter
+from negamax.api.common.blocks import BlockKind, BlockWriter
 from negamax.api.common.choice_reader import PlainReader, StartedCall
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.logprobs import TextLogprobWriter
@@ -175,7 +175,7 @@ def read(
         started = (event for event in sized if isinstance(event, ToolCallStart))
         calls += [StartedCall("c", event.name) for event in started]
         for event in writer.push(sized):
-            if isinstance(event, BlockGrew):
+            if event.change == "grew":
                 found = streamed.take(event.block, event.text)
                 in_deltas.setdefault(event.block.index, []).extend(found)
     for block in writer.blocks:

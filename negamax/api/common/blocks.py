@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from negamax.api.common.choice_reader import StartedCall
 from negamax.text.parser import events as parsed_events
@@ -33,22 +34,10 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockOpened:
+class BlockEvent:
     block: Block
-
-
-@dataclass(frozen=True, slots=True)
-class BlockGrew:
-    block: Block
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlockClosed:
-    block: Block
-
-
-BlockEvent = BlockOpened | BlockGrew | BlockClosed
+    change: Literal["opened", "grew", "closed"]
+    text: str = ""  # The new text of a block that grew.
 
 
 class BlockWriter:
@@ -87,20 +76,20 @@ class BlockWriter:
             yield self._begin(kind)
         assert self._open is not None
         self._open.parts.append(text)
-        yield BlockGrew(self._open, text)
+        yield BlockEvent(self._open, "grew", text)
 
     def _interrupt(self) -> Iterator[BlockEvent]:
         """Close the open block. If the open block is a tool call, mark the call as truncated."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not is_call)
 
-    def _begin(self, kind: BlockKind, call: StartedCall | None = None) -> BlockOpened:
+    def _begin(self, kind: BlockKind, call: StartedCall | None = None) -> BlockEvent:
         self._open = Block(kind, len(self.blocks), call)
         self.blocks.append(self._open)
-        return BlockOpened(self._open)
+        return BlockEvent(self._open, "opened")
 
     def _close(self, *, is_whole: bool) -> Iterator[BlockEvent]:
         if self._open is not None:
             block, self._open = self._open, None
             block.is_whole = is_whole
-            yield BlockClosed(block)
+            yield BlockEvent(block, "closed")

@@ -223,16 +223,16 @@ class PlainReader(_CountingReader):
 
 
 def _place_reasoning(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
-    stays = {
+    """Return `given`, changed if its parser would put the reasoning elsewhere than at `place`."""
+    suits = {
         None: True,
         ReasoningPlace.CONTENT: given.thinking is not Thinking.SPLIT,
         ReasoningPlace.BLOCK: given.thinking is not Thinking.APPEND,
     }
-    if stays.get(place, False):
+    if suits.get(place, False):
         return given
-    return dataclasses.replace(
-        given, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
-    )
+    thinking = Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
+    return dataclasses.replace(given, thinking=thinking)
 
 
 def check_failed(output: RequestOutput) -> None:

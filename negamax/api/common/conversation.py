@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from negamax.api.http.request_body import compute_max_chars
 from negamax.api.http.request_threads import INLINE_BYTES, run_off_loop
@@ -83,7 +83,8 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # Requests with more bytes use a thread; -1: all requests, which wait for the tokenizer.
+        # Larger requests run in a thread. A confined tokenizer is a child process, so that even the
+        # smallest request (-1) waits for it in a thread.
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
@@ -187,19 +188,17 @@ class PromptBuilder:
                 encode(text[:probe_chars], max_tokens=2 * self._max_model_len)
             return encode(text, max_tokens=compute_max_tokens(self._max_model_len))
         except TooManyTokensError as error:
-            context_length = self._max_model_len
-            raise ContextLengthError.of_prompt(
-                error.count, context_length=context_length, param="messages", is_counted=False
-            ) from None
+            self._refuse_length(error.count)
 
     def _check_chars(self, count: int) -> None:
         """Refuse too long text before the text is copied, because copying holds the GIL."""
-        allowed = compute_max_chars(self._max_model_len)
-        if count > allowed:
-            num_tokens = count // _PROBE_CHARS_PER_TOKEN
-            raise ContextLengthError.of_prompt(
-                num_tokens, context_length=self._max_model_len, param="messages", is_counted=False
-            )
+        if count > compute_max_chars(self._max_model_len):
+            self._refuse_length(count // _PROBE_CHARS_PER_TOKEN)
+
+    def _refuse_length(self, num_tokens: int) -> NoReturn:
+        raise ContextLengthError.of_prompt(
+            num_tokens, context_length=self._max_model_len, param="messages", is_counted=False
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

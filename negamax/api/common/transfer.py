@@ -72,7 +72,7 @@ def read_transfer(
 def describe_lease(
     request: GenerateRequest, info: TransferInfo | None, *, block_size: int
 ) -> TransferParams | None:
-    """Return a decoding server's parameters to read the kept prompt; None if no prompt is kept."""
+    """Return the parameters with which a decoding server reads a kept prompt, or None."""
     if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
         return None
     num_blocks = (len(request.prompt_token_ids) - 1) // block_size

@@ -115,10 +115,9 @@ async def start_turn(
     """Check and render `turn`, and start its answer. Raises errors of the checks and the engine."""
     check_sampling(context, turn.sampling)
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
-    tools = turn.tools
     grammar = await run_off_loop(
         lambda: build_answer_grammar(
-            chat_format, tools=tools, choice=calls, content=_complete_form(context, turn.form)
+            chat_format, tools=turn.tools, choice=calls, content=_complete_form(context, turn.form)
         ),
         num_bytes=request.num_bytes,
     )
@@ -132,8 +131,8 @@ async def start_turn(
         budget=conversation.thinking.budget,
     )
     rules = ReadingRules(
-        tools=calls.callable_tools(tools),
-        may_call=calls.mode != "none" and may_call(tools, conversation.messages),
+        tools=calls.callable_tools(turn.tools),
+        may_call=calls.mode != "none" and may_call(turn.tools, conversation.messages),
         parallel_calls=calls.parallel,
         is_call_forced_by_name=turn.named_call_stops and calls.name is not None,
         reasoning=turn.reasoning,

@@ -8,12 +8,14 @@ import httptools
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from negamax.api.http.protocol import read_connection_options
 from negamax.api.http.sse import ClientGoneError, run_while_connected
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 17  # Size limit of an answer's head.
-# Headers `_OWN_*` are not relayed: some belong to one connection, and the relay sets the others.
+# The headers `_OWN_*` and the headers that a Connection header names are not relayed, because they
+# belong to one connection or because the relay sets them.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -29,7 +31,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 def list_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return the request's headers to relay, without headers that belong to the connection."""
     headers = scope["headers"]
-    own = _OWN_REQUEST_HEADERS | _read_options(headers)
+    own = _OWN_REQUEST_HEADERS | read_connection_options(headers)
     kept = [header for header in headers if header[0] not in own]
     return [*kept, (b"x-request-id", scope["state"]["request_id"].encode())]
 
@@ -196,7 +198,7 @@ class RelayedAnswer(Response):
         `on_end` is called after complete and incomplete answers.
         """
         super().__init__(status_code=exchange.status)
-        own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)
+        own = _OWN_ANSWER_HEADERS | read_connection_options(exchange.headers)
         self.raw_headers = [header for header in exchange.headers if header[0] not in own]
         self._exchange = exchange
         self._is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
@@ -227,9 +229,3 @@ class RelayedAnswer(Response):
             if not (self._is_stream and last):
                 raise
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _read_options(headers: Headers) -> set[bytes]:
-    """Return the header names in the Connection header, which are not relayed."""
-    values = [value for name, value in headers if name == b"connection"]
-    return {option.strip().lower() for value in values for option in value.split(b",")}

@@ -7,7 +7,7 @@ arrives after the answer, and to slow clients. A `BodyChannel` writes bodies wit
 import asyncio
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ MAX_FRAMING_BYTES = 64 * 1024  # Size limit of the chunk extensions and trailers
 # `MAX_UNWANTED_BYTES`: size limit of the part of a body that arrives after the answer.
 MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.
-_CHUNK_BYTES = 32  # Bytes for a chunk's size and line ends; `MAX_FRAMING_BYTES` excludes them.
+_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which do not count as framing.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 # Names of the timers for a head, for the rest of a body, and for a client that does not read.
 _HEAD, _BODY, _READER = "head", "body", "reader"
@@ -219,13 +219,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
-        options = [
-            option.strip()
-            for name, value in self.headers
-            if name == b"connection"
-            for option in value.split(b",")
-        ]
-        kept = [option for option in options if option.lower() in (b"close", b"keep-alive")]
+        kept = read_connection_options(self.headers) & {b"close", b"keep-alive"}
         headers = [header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
         headers += [(b"connection", option) for option in kept]
         version = self.parser.get_http_version().encode()
@@ -296,6 +290,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_body:
             return not self.cycle.response_started
         return self.cycle is None or self.cycle.response_complete
+
+
+def read_connection_options(headers: Sequence[tuple[bytes, bytes]]) -> set[bytes]:
+    """Return the options in the Connection header in lower case, such as names of other headers."""
+    values = [value for name, value in headers if name == b"connection"]
+    return {option.strip().lower() for value in values for option in value.split(b",")}
 
 
 def _send_without_chunks(response: Any) -> None:

@@ -1,8 +1,8 @@
 """Receive request bodies within limits, and decode the fields that the request class has.
 
-Decoding JSON holds the GIL in any thread. Decoded elements need more memory than their JSON text,
-so the number of elements is limited before decoding. A thread decodes a large body piece by piece,
-so that the event loop can run between two pieces.
+Decoding JSON holds the GIL, even in another thread. So a thread decodes a large body piece by
+piece, and the event loop can run between two pieces. Decoded elements need more memory than their
+JSON text, so the number of elements is limited before decoding.
 """
 
 import codecs

@@ -5,26 +5,16 @@ import binascii
 import gzip
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 from fastapi import APIRouter, Request, Response
 
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src data: 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # innerHTML and similar APIs raise an error.
-        "trusted-types 'none'",
-    )
+# With trusted types for scripts, innerHTML and similar APIs raise an error.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data: 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 # Header `www-authenticate` of a 401 response on PAGE_PATHS.
 CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
@@ -64,15 +54,10 @@ def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes
         return b""
 
 
-@dataclass(frozen=True)
 class _File:
-    body: bytes
-    headers: dict[str, str]
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        body = path.read_bytes()
-        headers = {
+    def __init__(self, path: Path) -> None:
+        self._body = body = path.read_bytes()
+        self._headers = {
             "content-type": _TYPES[path.suffix],
             "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
             # Browsers revalidate the file at each use. The answer is 304 until the file changes.
@@ -84,27 +69,26 @@ class _File:
             "vary": "accept-encoding",
             "x-content-type-options": "nosniff",
         }
-        return cls(body, headers)
 
     async def answer(self, request: Request) -> Response:
         known = [
             tag.strip().removeprefix("W/")
             for tag in request.headers.get("if-none-match", "").split(",")
         ]
-        if self.headers["etag"].removeprefix("W/") in known:
-            return Response(status_code=304, headers=self.headers)
+        if self._headers["etag"].removeprefix("W/") in known:
+            return Response(status_code=304, headers=self._headers)
         if "gzip" in request.headers.get("accept-encoding", ""):
-            return Response(self._compressed, headers=self.headers | {"content-encoding": "gzip"})
-        return Response(self.body, headers=self.headers)
+            return Response(self._compressed, headers=self._headers | {"content-encoding": "gzip"})
+        return Response(self._body, headers=self._headers)
 
     @cached_property
     def _compressed(self) -> bytes:
-        return gzip.compress(self.body, mtime=0)
+        return gzip.compress(self._body, mtime=0)
 
 
 def make_playground_router() -> APIRouter:
     """Build one route per page file, so that requests can read only these files."""
     router = APIRouter()
     for address, path in _FILES.items():
-        router.add_route(address, _File.read(path).answer, methods=["GET"])
+        router.add_route(address, _File(path).answer, methods=["GET"])
     return router

@@ -171,7 +171,7 @@ class RouterApp:
         )
 
     async def _place(self, request: RoutedRequest) -> Response:
-        """If servers publish KV events, find the blocks of the prompt. Relay the request."""
+        """Find the blocks of the prompt if servers publish KV events, and relay the request."""
         server = self._pick_renderer(request)
         if server is not None:
             headers, body = request.headers, request.body

@@ -32,11 +32,12 @@ logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
-# Send a request again if its reused connection ends within `_CROSSED_SECONDS`.
+# A server may close an idle connection while a request is on its way. If a reused connection ends
+# within this time, its request is sent again.
 _CROSSED_SECONDS = 1.0
 _BLOCKS_SECONDS = 2.0  # Time limit of a request for the blocks of a prompt.
 _BLOCKS_BYTES = 2**22  # Size limit of the answer with the blocks of a prompt.
-_PAUSE_SECONDS = 5.0  # After a failure, the router asks a server for blocks this much later.
+_PAUSE_SECONDS = 5.0  # After a failed request for blocks, the server gets no other for this time.
 _RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 

@@ -1,4 +1,4 @@
-"""Clients control thinking by several fields. Combine the fields into one `ThinkingChoice`.
+"""Combine the fields by which clients control thinking into one `ThinkingChoice`.
 
 The template of the M3 family writes one of three thinking modes into the prompt. M2 models always
 think. For M2, "disabled" closes the think block in the prompt, and other modes do nothing.

@@ -17,7 +17,7 @@ from negamax.api.common.api_request import (
     get_cache_salt,
     read_api_request,
 )
-from negamax.api.common.blocks import BlockGrew, BlockWriter
+from negamax.api.common.blocks import BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.completion_writer import CompletionWriter
 from negamax.api.common.content_logprobs import ContentLogprobs
@@ -264,7 +264,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             return
         choice.found.add(entries)
         for event in choice.blocks.push(events):
-            if isinstance(event, BlockGrew):
+            if event.change == "grew":
                 yield from choice.found.take(event.block, event.text)
 
     def _details(self, text: str) -> list[schema.ReasoningDetail] | UnsetType:

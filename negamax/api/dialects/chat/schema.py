@@ -135,15 +135,13 @@ class ChatRequest(StructuredRequest):
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
         """Return which tools the model may or must call, or raise `InvalidRequestError`."""
-        choice, parallel = self.tool_choice, self.parallel_tool_calls
-        if _allows_some(choice):
-            mode, names = read_allowed_tools(choice)
-            return check_call_choice(mode, None, tools=tools, parallel=parallel, allowed=names)
-        if isinstance(choice, dict):
-            return check_call_choice(
-                "function", _get_chosen_name(choice), tools=tools, parallel=parallel
-            )
-        return check_call_choice(choice, None, tools=tools, parallel=parallel)
+        mode, name, allowed = self.tool_choice, None, None
+        if _allows_some(mode):
+            mode, allowed = read_allowed_tools(mode)
+        elif isinstance(mode, dict):
+            name, mode = _get_chosen_name(mode), "function"
+        parallel = self.parallel_tool_calls
+        return check_call_choice(mode, name, tools=tools, parallel=parallel, allowed=allowed)
 
     @property
     def thinking_choice(self) -> ThinkingChoice:

@@ -241,8 +241,8 @@ class _NativeChoice(Choice):
     @property
     def num_bytes(self) -> int:
         """The approximate size of an event that contains the whole choice."""
-        inputs, outputs = (self.input_logprobs, self.input_top_logprobs), (self.logprobs,)
-        lists = (self.token_ids, *inputs, *outputs, self.top_logprobs)
+        inputs = (self.input_logprobs, self.input_top_logprobs)
+        lists = (*inputs, self.token_ids, self.logprobs, self.top_logprobs)
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 

@@ -11,14 +11,7 @@ from msgspec.structs import replace
 
 from negamax.api.common.answer import respond
 from negamax.api.common.api_request import ApiRequest, read_api_request
-from negamax.api.common.blocks import (
-    Block,
-    BlockClosed,
-    BlockEvent,
-    BlockGrew,
-    BlockKind,
-    BlockOpened,
-)
+from negamax.api.common.blocks import Block, BlockEvent, BlockKind
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import ChatPrompt, Conversation
 from negamax.api.common.thought_signature import ThoughtSigner
@@ -191,14 +184,14 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
 
     def _events_of(self, event: BlockEvent) -> Iterator[Struct]:
         block = event.block
-        match event:
-            case BlockOpened():
+        match event.change:
+            case "opened":
                 yield schema.BlockStart(block.index, self._block(block, is_empty=True))
-            case BlockGrew(_, text):
-                delta = self._delta(block, text)
+            case "grew":
+                delta = self._delta(block, event.text)
                 if delta is not None:
                     yield schema.BlockDelta(block.index, delta)
-            case BlockClosed():
+            case "closed":
                 if block.kind is BlockKind.REASONING:
                     signature = schema.SignatureDelta(self._signature(block))
                     yield schema.BlockDelta(block.index, signature)

@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from negamax.api.common.blocks import (
-    Block,
-    BlockClosed,
-    BlockEvent,
-    BlockGrew,
-    BlockKind,
-    BlockOpened,
-)
+from negamax.api.common.blocks import Block, BlockEvent, BlockKind
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turn import BlockAnswerWriter, StartedTurn
@@ -127,10 +120,10 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._read_logprobs()
         for block in self.blocks:
             self._of_block(block)  # Assign logprobs to the blocks in the order of the answer.
-        return [
-            self._item(block, "completed" if block.is_whole else "incomplete")
-            for block in self.blocks
-        ]
+        return [self._final_item(block) for block in self.blocks]
+
+    def _final_item(self, block: Block) -> items.OutputItem:
+        return self._item(block, "completed" if block.is_whole else "incomplete")
 
     def _read_logprobs(self) -> None:
         if self._found_logprobs is not None:
@@ -194,18 +187,17 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _events_of(self, event: BlockEvent) -> Iterator[Any]:
         block = event.block
         self._read_logprobs()
-        match event:
-            case BlockOpened() if not self._has_own_item(block):
+        match event.change:
+            case "opened" if not self._has_own_item(block):
                 yield self._added(block, is_empty=True)
                 yield from self._opened(block)
-            case BlockGrew(_, text):
-                yield from self._grew(block, text)
-            case BlockClosed():
+            case "grew":
+                yield from self._grew(block, event.text)
+            case "closed":
                 if self._has_own_item(block):  # The type of the item depends on the whole call.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
-                item = self._item(block, "completed" if block.is_whole else "incomplete")
-                yield self._item_event(block, "done", item)
+                yield self._item_event(block, "done", self._final_item(block))
 
     def _added(self, block: Block, *, is_empty: bool) -> items.ItemEvent:
         return self._item_event(block, "added", self._item(block, "in_progress", is_empty=is_empty))

@@ -81,12 +81,11 @@ def apply_settings(
         elif brought:
             later |= {entry.shown_name for entry in brought}
             notes[number] = show_tools([entry.as_function for entry in brought])
-    if not added and reasoning is params.reasoning and text is params.text:
-        return Settings(params, frozenset(later), notes)
-    tools_in_effect = [*(params.tools or ()), *added] or None
-    params = params.model_copy(
-        update={"tools": tools_in_effect, "reasoning": reasoning, "text": text}
-    )
+    if added or reasoning is not params.reasoning or text is not params.text:
+        in_effect = [*(params.tools or ()), *added] or None
+        params = params.model_copy(
+            update={"tools": in_effect, "reasoning": reasoning, "text": text}
+        )
     return Settings(params, frozenset(later), notes)
 
 

@@ -138,6 +138,8 @@ def _check_sizes(
 
 def _check_vocabulary(lists: Sequence[Sequence[int]], *, vocab_size: int) -> None:
     for ids in lists:
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            refuse("tokens", f"{wrong} is not a token id; send ids from 0 to {vocab_size - 1}")
+        for extreme in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= extreme < vocab_size:
+                refuse(
+                    "tokens", f"{extreme} is not a token id; send ids from 0 to {vocab_size - 1}"
+                )
