@@ -92,53 +92,40 @@ class Admission:
             )
         num_open = self.num_open
         if num_open + num_sequences > self._max_open:
-            raise OverloadedError(
-                f"{num_open} sequences run or wait, and the request adds {num_sequences}; "
-                f"the limit is {self._max_open}",
-                hint="retry later",
-                code="queue_full",
-                retry_after=self.retry_after(now),
-            )
-        if self.waiting_tokens + num_tokens > self._max_waiting_tokens and self.num_waiting:
-            raise OverloadedError(
-                f"{self.waiting_tokens} prompt tokens wait, and the request adds {num_tokens}; "
-                f"the limit is {self._max_waiting_tokens}",
-                hint="retry later",
-                code="queue_tokens_full",
-                retry_after=self.retry_after(now),
-            )
+            text = f"{num_open} sequences run or wait, and the request adds {num_sequences}; "
+            raise self._refusal(f"{text}the limit is {self._max_open}", "queue_full", now=now)
+        tokens, limit = self.waiting_tokens, self._max_waiting_tokens
+        if tokens + num_tokens > limit and self.num_waiting:
+            text = f"{tokens} prompt tokens wait, and the request adds {num_tokens}; "
+            raise self._refusal(f"{text}the limit is {limit}", "queue_tokens_full", now=now)
         if sharer is not None:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
         """Refuse a request if its tenant would use more of the queue than would remain free."""
-        group = _hash_tenant(tenant)
+        group, num_open = _hash_tenant(tenant), self.num_open
         held = int(self._numbers.total(_GROUP_WAITING + group))
-        num_open = self.num_open
+        held_tokens = int(self._numbers.total(_GROUP_TOKENS + group))
         about_to_run = max(0, self._max_running - (num_open - self.num_waiting))
         free = self._max_open - num_open - num_sequences
-        if held + num_sequences - about_to_run > free + 1:
-            raise self._make_share_error(
-                f"{held} sequences", f"{num_sequences} more", left=max(0, free), now=now
-            )
-        held_tokens = int(self._numbers.total(_GROUP_TOKENS + group))
         free_tokens = self._max_waiting_tokens - self.waiting_tokens - num_tokens
-        if held and held_tokens + num_tokens > free_tokens:
-            raise self._make_share_error(
-                f"{held_tokens} prompt tokens",
-                f"{num_tokens} more",
-                left=max(0, free_tokens),
-                now=now,
-            )
-
-    def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
-        return OverloadedError(
-            f"{held} of this API key wait, and the request adds {asked}; this leaves {left} for "
-            "other API keys. An API key must not use more of the queue than it leaves free",
-            hint="retry later",
-            code="queue_share_full",
-            retry_after=self.retry_after(now),
+        if held + num_sequences - about_to_run > free + 1:
+            used, added, left = f"{held} sequences", num_sequences, free
+        elif held and held_tokens + num_tokens > free_tokens:
+            used, added, left = f"{held_tokens} prompt tokens", num_tokens, free_tokens
+        else:
+            return
+        raise self._refusal(
+            f"{used} of this API key wait, and the request adds {added} more; this leaves "
+            f"{max(0, left)} for other API keys. An API key must not use more of the queue than it "
+            "leaves free",
+            "queue_share_full",
+            now=now,
         )
+
+    def _refusal(self, message: str, code: str, *, now: float) -> OverloadedError:
+        retry_after = self.retry_after(now)
+        return OverloadedError(message, hint="retry later", code=code, retry_after=retry_after)
 
     def retry_after(self, now: float) -> float:
         """Estimate the seconds (1 to 120) until all sequences that wait now have started."""
