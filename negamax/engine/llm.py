@@ -14,7 +14,13 @@ from typing import Any, Concatenate, ParamSpec, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError
 from negamax.engine.client.image_loader import ImageLoader
-from negamax.engine.client.output import ChoiceStream, RequestOutput, admit, check_served
+from negamax.engine.client.output import (
+    ChoiceStream,
+    RequestOutput,
+    admit,
+    check_served,
+    split_choices,
+)
 from negamax.engine.core.planned_sizes import choose_parallel_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
@@ -363,28 +369,17 @@ class LLM:
         images: Sequence[list[ImageInput]] | None = None,
     ) -> Iterator[list[_Sequence]]:
         for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-            seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-            name = f"llm-{next(self._request_numbers)}"
-            choices = []
-            for index in range(sampling.n):
-                choice = sampling.copy_for_choice(index, seed=seed)
-                request = GenerateRequest(
-                    request_id=f"{name}/{index}",
-                    prompt_token_ids=tuple(prompt),
-                    sampling=choice,
-                    images=[] if images is None else images[position],
-                )
-                stream = ChoiceStream(
-                    self.tokenizer,
-                    choice,
-                    info=self.info,
-                    request_id=name,
-                    index=index,
-                    num_prompt_tokens=len(prompt),
-                    reader=None if parsers is None else parsers[position][index],
-                )
-                choices.append((position, request, stream))
-            yield choices
+            request = GenerateRequest(
+                request_id=f"llm-{next(self._request_numbers)}",
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                images=[] if images is None else images[position],
+            )
+            readers = None if parsers is None else parsers[position]
+            choices = split_choices(
+                request, self.tokenizer, info=self.info, seeds=self._seeds, readers=readers
+            )
+            yield [(position, *choice) for choice in choices]
 
 
 def _drop_positions(outputs: Generator[tuple[int, RequestOutput]]) -> Iterator[RequestOutput]:

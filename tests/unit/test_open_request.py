@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from negamax.base import errors
 from negamax.engine.client.open_request import OpenRequest, OpenRequests, join_updates
-from negamax.engine.client.output import ChoiceStream, RequestOutput
+from negamax.engine.client.output import RequestOutput, split_choices
 from negamax.engine.wire import AddRequest
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
@@ -73,22 +73,13 @@ class Scene:
         interval: int = 1, take: Callable[[int, RequestOutput], object] | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.watcher, self.taken = Engine(), Watcher(), list[RequestOutput]()
-        sampling = SamplingParams(stop=stop)
-        requests = [
-            GenerateRequest(request_id=f"r/{index}", prompt_token_ids=(1,), sampling=sampling)
-            for index in range(n)
-        ]
-        streams = {
-            request.request_id: ChoiceStream(
-                TOKENIZER, sampling, info=INFO, request_id="r", index=index, num_prompt_tokens=1
-            )
-            for index, request in enumerate(requests)
-        }
+        sampling = SamplingParams(n=n, stop=stop)
+        prompt = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+        choices = split_choices(prompt, TOKENIZER, info=INFO, seeds=random.Random(0))
         deadline = None if seconds is None else time.monotonic() + seconds
         self.request = OpenRequest(
-            self.engine, requests, streams, deadline=deadline, observer=self.watcher,
-            interval=interval,
-        )  # fmt: skip
+            self.engine, choices, deadline=deadline, observer=self.watcher, interval=interval
+        )
         self._take = take or (lambda index, output: self.taken.append(output))
 
     async def run(self) -> None:

@@ -14,7 +14,7 @@ from negamax.config.generation import SamplingDefaults
 from negamax.engine.client.output import ChoiceStream
 from negamax.engine.wire import ModelInfo
 from negamax.models.chat_format import ChatFormat
-from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
@@ -120,8 +120,9 @@ Answer = dict[str, Any]
 
 def push(text: str, sizes: list[int], reader: ChoiceReader | None, **params: Any) -> Answer:
     """Push the tokens of `text` in groups of `sizes`, then one by one. Return the answer."""
-    options: dict[str, Any] = {"request_id": "r", "index": 0, "num_prompt_tokens": 1}
-    stream = ChoiceStream(TOKENIZER, SamplingParams(**params), info=INFO, reader=reader, **options)
+    sampling = SamplingParams(**params)
+    prompt = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+    stream = ChoiceStream(TOKENIZER, prompt, 0, info=INFO, reader=reader)
     ids, position = [*TOKENIZER.encode(text), EOS], 0
     events: list[ParserEvent] = []
     said, kept, logprobs = "", list[int](), 0

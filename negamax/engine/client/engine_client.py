@@ -18,7 +18,7 @@ from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
 from negamax.engine.client.admission import Admission
 from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.open_request import NOBODY, Observer, OpenRequest, Owner
-from negamax.engine.client.output import ChoiceStream, TextReader, admit
+from negamax.engine.client.output import TextReader, admit, split_choices
 from negamax.engine.client.placement import (
     MAX_BLOCKS,
     NUM_COLUMNS,
@@ -220,43 +220,32 @@ class AsyncEngine:
         sampling = admit(prompt_token_ids, sampling, info=self.info, images=images)
         tokens = self.prefill_tokens(len(prompt_token_ids), sampling, num_choices=sampling.n)
         self.check_room(tokens, owner=owner)
-        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        choices = [sampling.copy_for_choice(index, seed=seed) for index in range(sampling.n)]
-        prompt = tuple(prompt_token_ids)
         replica = rank = None
         if data_parallel_rank is not None:
             replica, rank = divmod(data_parallel_rank, self.info.data_parallel_size)
-        requests = [
-            GenerateRequest(
-                request_id=wire.sequence_id(request_id, index, server=self._index),
-                prompt_token_ids=prompt,
-                sampling=choice,
-                priority=priority,
-                tenant=owner.tenant,
-                cache_salt=cache_salt,
-                data_parallel_rank=rank,
-                lease_id="" if index else lease_id,
-                remote=remote,
-                images=list(images),
-            )
-            for index, choice in enumerate(choices)
-        ]
-        streams = {
-            request.request_id: ChoiceStream(
-                self.tokenizer,
-                request.sampling,
-                info=self.info,
-                request_id=request_id,
-                index=index,
-                num_prompt_tokens=len(prompt),
-                reader=None if readers is None else readers[index],
-            )
-            for index, request in enumerate(requests)
-        }
+        prompt = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            priority=priority,
+            tenant=owner.tenant,
+            cache_salt=cache_salt,
+            data_parallel_rank=rank,
+            lease_id=lease_id,
+            remote=remote,
+            images=list(images),
+        )
+        choices = split_choices(
+            prompt,
+            self.tokenizer,
+            info=self.info,
+            seeds=self._seeds,
+            readers=readers,
+            server=self._index,
+        )
         return OpenRequest(
             self,
-            requests,
-            streams,
+            choices,
             deadline=deadline,
             observer=observer,
             interval=interval,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,8 +61,7 @@ class OpenRequest:
     def __init__(
         self,
         engine: AsyncEngine,
-        requests: Sequence[GenerateRequest],
-        streams: Mapping[str, ChoiceStream],
+        choices: Sequence[tuple[GenerateRequest, ChoiceStream]],
         *,
         deadline: float | None,
         observer: Observer | None,
@@ -70,18 +69,18 @@ class OpenRequest:
         owner: Owner = NOBODY,
         replica_index: int | None = None,
     ) -> None:
-        """Prepare a request, which `first_output` or `run` sends. `requests` has an entry for each
-        choice, and `streams` maps request ids to streams. `deadline` is in monotonic seconds. If
-        `replica_index` is given, only the replica with this index may answer.
+        """Prepare a request, which `first_output` or `run` sends. `deadline` is in monotonic
+        seconds. If `replica_index` is given, only the replica with this index may answer.
         """
         self.owner = owner
         self.replica_index = replica_index
-        self.requests = requests
+        self.requests = [request for request, _ in choices]
         self.prompt_index = 0  # Index of this prompt in `OpenRequests`.
         self.is_told_to_end = False
         self._engine = engine
         self._replica: Replica | None = None  # Replica that received the request, or None.
-        self._streams = dict(streams)  # Streams of unfinished choices by sequence id.
+        # Streams of unfinished choices by sequence id.
+        self._streams = {request.request_id: stream for request, stream in choices}
         self._deadline = deadline
         self._observer = observer
         self._interval = interval

@@ -1,13 +1,14 @@
 """Convert tokens of the engine to text, find stop strings, and check requests."""
 
+import random
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, UnavailableError
-from negamax.engine.wire import ModelInfo
-from negamax.scheduler.request import ImageInput, SamplingParams
+from negamax.engine.wire import ModelInfo, sequence_id
+from negamax.scheduler.request import GenerateRequest, ImageInput, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.detokenizer import Detokenizer, TextPiece
 from negamax.text.parser.events import ParserEvent
@@ -78,20 +79,21 @@ class ChoiceStream:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        sampling: SamplingParams,
+        prompt: GenerateRequest,
+        index: int,
         *,
         info: ModelInfo,
-        request_id: str,
-        index: int,
-        num_prompt_tokens: int,
         reader: TextReader | None = None,
     ) -> None:
-        self._request_id = request_id
+        sampling = prompt.sampling
+        self._request_id = prompt.request_id
         self._index = index
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = len(prompt.prompt_token_ids)
         self._num_output_tokens = 0
-        self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
-        self._keep_stop_token = sampling.include_stop_str_in_output
+        # The text does not include these tokens if they end the choice.
+        self._hidden_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
+        if sampling.include_stop_str_in_output:
+            self._hidden_ids.clear()
         self._has_stop_strings = bool(sampling.stop)
         # Without stop strings, the caller itself passes text of many tokens to the reader.
         self._reader = reader if sampling.stop else None
@@ -108,14 +110,10 @@ class ChoiceStream:
     def push(self, update: SequenceUpdate) -> RequestOutput:
         """Return the output of an update. The caller aborts a sequence that a stop string ends."""
         token_ids, logprobs = update.token_ids, update.logprobs
-        finish_reason, stop_reason = update.finish_reason, update.stop_reason
-        text_ids: Sequence[int] = token_ids
-        if (
-            finish_reason == "stop"
-            and token_ids
-            and token_ids[-1] in self._stop_ids
-            and not self._keep_stop_token
-        ):
+        finish_reason = update.finish_reason
+        stop_reason: int | str | None = update.stop_reason
+        text_ids = token_ids
+        if finish_reason == "stop" and token_ids and token_ids[-1] in self._hidden_ids:
             text_ids = token_ids[:-1]
         events: list[ParserEvent] | None = None if self._reader is None else []
         if self._has_stop_strings:
@@ -126,9 +124,8 @@ class ChoiceStream:
             pieces = self._detokenizer.push(text_ids)
         if finish_reason is not None and self._matched_stop is None:
             pieces += self._finish(events, is_truncated=finish_reason != "stop")
-        reason: int | str | None = stop_reason
         if self._matched_stop is not None:
-            finish_reason, reason = "stop", self._matched_stop
+            finish_reason, stop_reason = "stop", self._matched_stop
         self._num_output_tokens += len(token_ids)
         self.finished = finish_reason is not None
         return RequestOutput(
@@ -139,7 +136,7 @@ class ChoiceStream:
             logprobs=logprobs,
             prompt_logprobs=update.prompt_logprobs,
             finish_reason=finish_reason,
-            stop_reason=reason,
+            stop_reason=stop_reason,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=update.num_cached_tokens,
@@ -174,6 +171,33 @@ class ChoiceStream:
             if self._reader.matched_stop is None:
                 events += self._reader.finish(is_truncated=is_truncated)
         return pieces
+
+
+def split_choices(
+    prompt: GenerateRequest,
+    tokenizer: Tokenizer,
+    *,
+    info: ModelInfo,
+    seeds: random.Random,
+    readers: Sequence[TextReader] | None = None,
+    server: int = 0,
+) -> list[tuple[GenerateRequest, ChoiceStream]]:
+    """Return (request, stream) of each choice. `prompt` has the id of the user's request.
+
+    If `prompt` has no seed, the seed is drawn from `seeds`. Only choice 0 keeps the lease.
+    """
+    sampling, choices = prompt.sampling, []
+    seed = seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+    for index in range(sampling.n):
+        request = msgspec.structs.replace(
+            prompt,
+            request_id=sequence_id(prompt.request_id, index, server=server),
+            sampling=sampling.copy_for_choice(index, seed=seed),
+            lease_id="" if index else prompt.lease_id,
+        )
+        reader = None if readers is None else readers[index]
+        choices.append((request, ChoiceStream(tokenizer, prompt, index, info=info, reader=reader)))
+    return choices
 
 
 def check_served(update: SequenceUpdate) -> None:
