@@ -20,6 +20,7 @@ from negamax.base.supervision import (
     stop_children,
 )
 from negamax.engine.client.connection import BEAT_TIMEOUT_SECONDS
+from negamax.engine.client.supervisor import EngineListener
 from negamax.engine.wire import EngineAddress, ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
@@ -32,7 +33,7 @@ _RESTARTS = SupervisionLimits(max_restarts=3)  # Limit of restarts per process.
 _END_SECONDS = 7.0  # Time limit for processes to end after `Abort`.
 
 
-class ServerSupervisor:
+class ServerSupervisor(EngineListener):
     """Supervises the other server processes. Only the event loop changes this object."""
 
     def __init__(

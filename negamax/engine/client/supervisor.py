@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -31,8 +31,8 @@ logger = get_logger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class EngineListener(Protocol):
-    """Receives the starts and ends of engines, and reports them to the other server processes."""
+class EngineListener:
+    """Receives the starts and ends of engines. A subclass reports them to other processes."""
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """An engine is ready for requests."""
@@ -48,7 +48,7 @@ class EngineListener(Protocol):
 class _Servers:
     engine: AsyncEngine  # Client of this process for all engines.
     count: int
-    listener: EngineListener | None
+    listener: EngineListener
     parent: ParentPulse | None
     limits: SupervisionLimits
     module: str  # Main module of an engine process.
@@ -88,6 +88,7 @@ class EngineSupervisor:
         If this process sends no heartbeat (`parent`), the engines kill it. If an engine refuses to
         start, end all engines and raise `ConfigError` with the engine's message.
         """
+        listener = listener or EngineListener()
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
         try:
@@ -173,8 +174,7 @@ class _SupervisedEngine:
         self._described[SHAPE] = info.shape
         self._connection = connection
         servers.engine.on_engine_ready(self._replica, connection.channel, info)
-        if servers.listener is not None:
-            servers.listener.on_engine_ready(self._replica, connection.address, info)
+        servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
         """When the engine ends, fail its open requests, and start a new one if the limits allow."""
@@ -184,7 +184,9 @@ class _SupervisedEngine:
         while True:
             pause = policy.note_death(time.monotonic())
             open_requests = self._client.open_requests()
-            self._lost(reason, ready_in=self._start_seconds + (pause or 0.0))
+            ready_in = self._start_seconds + (pause or 0.0)
+            servers.engine.on_engine_lost(self._replica, reason, ready_in=ready_in)
+            servers.listener.on_engine_lost(self._replica, reason, ready_in=ready_in)
             await asyncio.to_thread(self._dump_crash, reason, open_requests)
             await asyncio.shield(self._connection.close(kill=True))
             if pause is None:
@@ -200,8 +202,7 @@ class _SupervisedEngine:
             reason = self._name + await asyncio.shield(self._connection.ended)
         logger.error("%s; the engine is not started again", reason)
         servers.engine.on_engine_failed(self._replica, reason)
-        if servers.listener is not None:
-            servers.listener.on_engine_failed(self._replica, reason)
+        servers.listener.on_engine_failed(self._replica, reason)
 
     def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
         connection, info = self._connection, self._client.info
@@ -221,12 +222,6 @@ class _SupervisedEngine:
             }
 
         self._crash_dumps.write(reason, details=details)
-
-    def _lost(self, reason: str, *, ready_in: float) -> None:
-        servers = self._servers
-        servers.engine.on_engine_lost(self._replica, reason, ready_in=ready_in)
-        if servers.listener is not None:
-            servers.listener.on_engine_lost(self._replica, reason, ready_in=ready_in)
 
 
 def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
