@@ -23,18 +23,12 @@ _MAX_LINE = 2000  # Longer lines of a traceback are truncated to this number of 
 _PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
 
 
-def default_folder() -> Path:
-    """Return the default folder for crash dumps."""
-    state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "negamax" / "crashes"
-
-
 class CrashDumps:
     """Writes crash dumps of one process. The thread that notices a crash writes the dump."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
-        """Write into `folder`, or if None into the default folder. `OFF` disables crash dumps.
-        `part` is the kind of process, such as "engine". `options` must not contain secrets.
+        """Write into `folder`. None means the default folder; `OFF` disables crash dumps. `part` is
+        the kind of process, such as "engine". `options` must not contain secrets.
         """
         self._folder, self._part, self._options = folder, part, options
         self._last = -_PAUSE_SECONDS
@@ -54,8 +48,7 @@ class CrashDumps:
             return None
         self._last = now
         try:
-            folder = default_folder() if self._folder is None else Path(self._folder)
-            path = self._write(folder, reason, details=details(), error=error)
+            path = self._write(reason, details=details(), error=error)
         except Exception as problem:  # Do not raise a second error if the write fails.
             logger.warning("no crash dump could be written: %r", problem)
             return None
@@ -63,9 +56,10 @@ class CrashDumps:
         return path
 
     def _write(
-        self, folder: Path, reason: str, *, details: Mapping[str, Any], error: BaseException | None
+        self, reason: str, *, details: Mapping[str, Any], error: BaseException | None
     ) -> Path:
         at = datetime.datetime.now(datetime.UTC)
+        lines = [] if error is None else "".join(traceback.format_exception(error)).splitlines()
         dump = {
             "time": at.isoformat(timespec="milliseconds"),
             "part": self._part,
@@ -84,10 +78,12 @@ class CrashDumps:
             },
             "options": self._options,
             **details,
-            "traceback": _format_traceback(error),
+            "traceback": [line[:_MAX_LINE] for line in lines],
             "log": log.recent_lines(),
         }
         content = json.dumps(dump, indent=1, default=str).encode()
+        state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        folder = state / "negamax" / "crashes" if self._folder is None else Path(self._folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in sorted(folder.glob("crash-*.json"))[: -(MAX_FILES - 1)]:
             old.unlink(missing_ok=True)
@@ -96,8 +92,3 @@ class CrashDumps:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         return path
-
-
-def _format_traceback(error: BaseException | None) -> list[str]:
-    text = "" if error is None else "".join(traceback.format_exception(error))
-    return [line[:_MAX_LINE] for line in text.splitlines()]

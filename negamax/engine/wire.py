@@ -73,15 +73,6 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
     num_rebalances: int = 0  # Number of rebalances that moved experts.
     num_moved: int = 0  # Number of experts moved between slots.
 
-    @classmethod
-    def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
-        """Sum the statistics of several engines, but take the smallest `balancedness`."""
-        return cls(
-            min(part.balancedness for part in parts),
-            sum(part.num_rebalances for part in parts),
-            sum(part.num_moved for part in parts),
-        )
-
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
     """Statistics of a data-parallel rank after a step. Counters are 0 when the engine starts."""
@@ -151,15 +142,17 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of engines, and drop `ranks`. One engine's statistics stay unchanged."""
+    """Sum the statistics of engines, take the smallest `balancedness`, and drop `ranks`. Return one
+    engine's statistics unchanged.
+    """
     if len(parts) == 1:
         return parts[0]
-    experts = [part.experts for part in parts if part.experts is not None]
-    return EngineStats(
-        **sum_fields(EngineStats, parts),
-        experts=ExpertStats.of(experts) if experts else None,
-        at=max((part.at for part in parts), default=0.0),
-    )
+    experts = None
+    if of_engines := [part.experts for part in parts if part.experts is not None]:
+        least, rebalances, moved = zip(*map(msgspec.structs.astuple, of_engines), strict=True)
+        experts = ExpertStats(min(least), sum(rebalances), sum(moved))
+    latest = max((part.at for part in parts), default=0.0)
+    return EngineStats(**sum_fields(EngineStats, parts), experts=experts, at=latest)
 
 
 def sum_generations(parts: Sequence[EngineStats]) -> EngineStats:

@@ -5,7 +5,8 @@ import base64
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -97,7 +98,7 @@ class ImageLoader:
                 code="invalid_image",
             )
         if needs_pixels:
-            measured = await self._map(self._decode, measured)
+            measured = await self._map(partial(self._call, needs_pixels=True), measured)
         return [self._make_input(image) for image in measured]
 
     def expand(
@@ -174,9 +175,6 @@ class ImageLoader:
         except (InvalidRequestError, PayloadTooLargeError) as error:
             raise _place(error, part) from None
 
-    def _decode(self, image: _Image) -> _Image:
-        return self._call(image, needs_pixels=True)
-
     def _call(self, image: _Image, *, needs_pixels: bool) -> _Image:
         """Let a process with resource limits decode or measure an image."""
         longest = image.part.longest or LONGEST_SIDE
@@ -189,23 +187,17 @@ class ImageLoader:
         except InvalidRequestError as error:
             raise _place(error, image.part) from None
         height, width, num_pixels = HEADER.unpack_from(answer)
-        return replace(
-            image,
-            height=height,
-            width=width,
-            num_source_pixels=num_pixels,
-            pixels=answer[HEADER.size :],
-        )
+        pixels = answer[HEADER.size :]
+        return _Image(image.part, image.data, height, width, num_pixels, pixels)
 
     def _make_input(self, image: _Image) -> ImageInput:
-        size = image.height.to_bytes(4) + image.width.to_bytes(4)
-        digest = blake2b(_RULE_VERSION + size + image.pixels, digest_size=32).digest()
-        patch = self._vision.patch_size
+        height, width, patch = image.height, image.width, self._vision.patch_size
+        size = height.to_bytes(4) + width.to_bytes(4)
         return ImageInput(
             offset=0,
-            num_tokens=count_tokens(image.height, image.width),
-            grid=(image.height // patch, image.width // patch),
-            digest=digest,
+            num_tokens=count_tokens(height, width),
+            grid=(height // patch, width // patch),
+            digest=blake2b(_RULE_VERSION + size + image.pixels, digest_size=32).digest(),
             pixels=image.pixels,
         )
 

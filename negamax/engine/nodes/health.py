@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from negamax.base.addresses import bind, resolve_host
 from negamax.base.errors import ResourceError
@@ -30,7 +31,8 @@ class NodeHealth:
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         logger.info("this node answers %s at %s port %d", ", ".join(_PATHS), host, self.port)
-        threading.Thread(target=self._run, name="health", daemon=True).start()
+        serve = partial(asyncio.run, self._serve())
+        threading.Thread(target=serve, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
         """Answer readiness probes. `missing` returns why the node is not ready, or "" if it is."""
@@ -38,9 +40,6 @@ class NodeHealth:
 
     def turn(self) -> None:
         self._turned_at = time.monotonic()
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, sock=self._listener, limit=_MOST_BYTES)
@@ -65,9 +64,8 @@ class NodeHealth:
         if method not in ("GET", "HEAD"):
             return _response("405 Method Not Allowed", {"error": "use GET"})
         problem = self._problem(path)
-        if problem:
-            return _response("503 Service Unavailable", {"status": problem}, head=method == "HEAD")
-        return _response("200 OK", {"status": "ok"}, head=method == "HEAD")
+        status = "503 Service Unavailable" if problem else "200 OK"
+        return _response(status, {"status": problem or "ok"}, head=method == "HEAD")
 
     def _problem(self, path: str) -> str:
         seconds = time.monotonic() - (self._turned_at or time.monotonic())
