@@ -155,10 +155,10 @@ class EngineLoop:
         self._add_opened()
         plans = self._scheduler.plan()
         launched = None
-        if plans is not None and self._experts is not None:
-            directed = self._experts.direct()
-            plans = [msgspec.structs.replace(plan, experts=directed) for plan in plans]
         if plans is not None:
+            if self._experts is not None:
+                directed = self._experts.direct()
+                plans = [msgspec.structs.replace(plan, experts=directed) for plan in plans]
             self._last_plans.append(plans)
             launched = _InFlight(plans, self.executor.launch(plans), time.monotonic())
             self._admitted.extend(
@@ -284,9 +284,7 @@ class EngineLoop:
         self._traced_steps = None if path is None else num_steps
         self.run_debug_command(STOP_PROFILE if path is None else START_PROFILE, path=path or "")
 
-    def run_debug_command(
-        self, name: str, argument: int = 0, *, path: str = ""
-    ) -> list[DebugResult]:
+    def run_debug_command(self, name: str, argument: int = 0, path: str = "") -> list[DebugResult]:
         """Run a command on all ranks after all launched steps. Return the results by rank."""
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument, path))
@@ -340,10 +338,9 @@ class EngineLoop:
             self._grammars.close(request.request_id)
             self._end_with_error(request.request_id, message)
 
-    def _end_with_error(self, request_id: str, error: str, *, lacks_prompt: bool = False) -> None:
-        end = SequenceUpdate(
-            request_id, [], finish_reason="error", error=error, lacks_prompt=lacks_prompt
-        )
+    def _end_with_error(self, request_id: str, error: str, **reasons: bool) -> None:
+        """End a request that is not queued. `reasons` are fields of `SequenceUpdate`."""
+        end = SequenceUpdate(request_id, [], finish_reason="error", error=error, **reasons)
         self._pending_updates.append(end)
 
     def _add_transferred(self, transfers: Transfers) -> None:
@@ -363,16 +360,14 @@ class EngineLoop:
         for lost in self._grammars.take_lost():
             end = self._scheduler.end(lost.request.request_id, "error", error=lost.problem)
             if end is not None:
-                self._pending_updates.append(_explain(end, lost))
+                self._pending_updates.append(msgspec.structs.replace(end, **_explain(lost)))
                 self._grammars.advance([end])
         for opened in self._grammars.opened():
             if opened.problem is None:
                 self._take_in(opened.request, self._scheduler.add)
             else:
-                end = SequenceUpdate(
-                    opened.request.request_id, [], finish_reason="error", error=opened.problem
-                )
-                self._pending_updates.append(_explain(end, opened))
+                name, problem = opened.request.request_id, opened.problem
+                self._end_with_error(name, problem, **_explain(opened))
         for request_id in self._grammars.arrived():
             self._scheduler.unblock(request_id)
 
@@ -388,14 +383,13 @@ class EngineLoop:
                 self.executor.send_bitmask(bitmask, dp_rank=dp_rank)
                 rank.postpone(plan, bitmask.postponed)
                 ended += ended_here
-        updates: list[SequenceUpdate] = []
+        updates = []
         for rule in ended:
             reason = "stop" if rule.problem is None else "error"
             end = self._scheduler.end(rule.request.request_id, reason, error=rule.problem)
             if end is not None:
-                updates.append(_explain(end, rule))
-        if updates:
-            self._grammars.advance(updates)
+                updates.append(msgspec.structs.replace(end, **_explain(rule)))
+        self._grammars.advance(updates)
         return updates
 
     def _wait(self) -> None:
@@ -415,9 +409,8 @@ class EngineLoop:
             step_id = step.plans[0].step_id
             logger.exception("step %d was lost", step_id)
             self.dump_crash(f"step {step_id} was lost", error)
-            updates = self._scheduler.fail(
-                step.plans, f"the step that ran this request failed ({type(error).__name__})"
-            )
+            message = f"the step that ran this request failed ({type(error).__name__})"
+            updates = self._scheduler.fail(step.plans, message)
             self._grammars.advance(updates)
             return updates
         plans = step.plans
@@ -447,6 +440,6 @@ class EngineLoop:
         return updates
 
 
-def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Return `end` with the values of `is_refusal` and `is_lost` that follow from `rule`."""
-    return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)
+def _explain(rule: RequestGrammar) -> dict[str, bool]:
+    """Return the fields of `SequenceUpdate` that state why a request with a grammar ends."""
+    return {"is_refusal": rule.refusal is not None, "is_lost": rule.is_lost}
