@@ -12,11 +12,6 @@ class BlockPool:
     cached blocks, least recently released first.
     """
 
-    __slots__ = (
-        "_blank", "_block_hashes", "_block_of", "_cached", "_changes", "_ref_counts",
-        "eviction_count", "gain_count", "num_blocks",
-    )  # fmt: skip
-
     def __init__(self, num_blocks: int, changes: list[tuple[bytes, bool]] | None = None) -> None:
         """`changes`: list that receives (block hash, True if indexed or False if evicted)."""
         self.num_blocks = num_blocks
@@ -66,7 +61,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release the blocks of a sequence, in position order. The last block is reused first."""
+        """Release blocks, given in the order of their positions. The last block is reused first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:

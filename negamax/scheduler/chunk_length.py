@@ -1,7 +1,7 @@
 """Choose how many tokens of a prompt run in one step.
 
-A token attends to all earlier tokens, so later chunks of equal length take longer. In a pipeline,
-later stages wait for the last chunk of a prompt, and this chunk takes longest.
+A token attends to all earlier tokens. If all chunks of a prompt have the same length, its last
+chunk therefore takes longest. In a pipeline, all later stages wait for this chunk.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class ChunkLength(Protocol):
     """Chooses the length of each prompt chunk, only from the arguments of `fit`."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
-        """Return the length of the next chunk (at least 1 token), and the part of `budget` that it
-        uses. `left`: uncomputed tokens of the sequence. `budget`: tokens left in the step.
+        """Return the length of the next chunk (at least 1 token), and how much of `budget` this
+        chunk uses. `left`: uncomputed tokens of the sequence. `budget`: tokens left in the step.
         """
 
 

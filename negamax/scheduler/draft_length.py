@@ -42,15 +42,17 @@ _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 # corrected by their mean error.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
-_FIRST_REST, _LAST_REST = 16.0, 256.0
+_FIRST_REST, _LAST_REST = 16.0, 256.0  # first and largest value of `_Shares.rest`
 _UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable.
 # `_ERROR`: initial variance of the log step time with the longest drafts. The variance is large,
 # because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
 # `_OWN_ERROR`: additional variance for each draft length. `_NOISE`: variance of one log time.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # variance added to each draft length if a new size class starts from another class
+# bounds of the noise estimate, and number of steps over which it adapts
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive outlying step times after which all time estimates are reset
+# initial variance of the common factor; increase per step of its variance, and of a length's own
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
 _ASSUMED_COST = 0.2  # time of a draft token / time of a step, if no times are measured
 _TRIED = 2.0  # number of standard deviations to subtract from an uncertain log time
@@ -82,7 +84,7 @@ class _Times:
     all draft lengths plus a number for one length. A Kalman filter estimates these numbers.
     """
 
-    def __init__(self, lengths: Sequence[int], *, step: int) -> None:
+    def __init__(self, lengths: Sequence[int], step: int) -> None:
         self._lengths, self._latest = lengths, step
         self._reset()
         self._most = [row[i] for i, row in enumerate(self._covariances)]
@@ -99,9 +101,9 @@ class _Times:
             row[i] += _OWN_ERROR
             self._covariances.append([0.0, *row])
 
-    def extrapolate(self, *, step: int) -> _Times:
+    def extrapolate(self, step: int) -> _Times:
         """Return the initial state for a size class with half or twice the rows of this class."""
-        times = _Times(self._lengths, step=step)
+        times = _Times(self._lengths, step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
         for i, row in enumerate(times._covariances):
@@ -213,9 +215,7 @@ class AdaptiveDraftLength:
         self._lengths = (0, *lengths)
         self._places = [_Shares() for _ in range(self._lengths[-1])]
         self._times: dict[int, _Times] = {}  # `_size_class` of the number of rows -> times
-        self._measured: dict[int, list[tuple[int, float]]] = {
-            drafts: [] for drafts in self._lengths
-        }
+        self._measured = {drafts: list[tuple[int, float]]() for drafts in self._lengths}
         for rows, drafts, seconds in sorted(measured):
             if drafts in self._measured and seconds > 0.0:
                 self._measured[drafts].append((rows, math.log(seconds)))
@@ -320,12 +320,9 @@ class AdaptiveDraftLength:
     def _times_of(self, num_rows: int) -> _Times:
         size = _size_class(num_rows)
         if size not in self._times:
-            near = next((near for near in (size + 1, size - 1) if near in self._times), None)
-            self._times[size] = (
-                _Times(self._lengths, step=self._num_steps)
-                if near is None
-                else self._times[near].extrapolate(step=self._num_steps)
-            )
+            near = self._times.get(size + 1) or self._times.get(size - 1)
+            step, lengths = self._num_steps, self._lengths
+            self._times[size] = near.extrapolate(step) if near else _Times(lengths, step)
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:

@@ -5,8 +5,9 @@ use the image have committed its tokens. Pages of unused images stay cached, ind
 and image digest. If another image needs pages, the least recently used image is evicted. The worker
 runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 
-Decodes wait while a step encodes images. A large image is therefore encoded in several steps with
-decodes, which each run a part of the tower's layers. The tokens of an image run with its last part.
+The decodes of a step wait until its images are encoded. Steps with decodes therefore encode a large
+image in parts: each step runs a part of the tower's layers. The last part's step runs the tokens of
+the image.
 """
 
 from collections import OrderedDict

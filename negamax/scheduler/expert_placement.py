@@ -43,7 +43,9 @@ def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Assign each expert copy, highest load first, to the least loaded rank with a free slot."""
+    """Return a pack (set of experts) for each rank. Each expert copy, highest load first, goes to
+    the least loaded rank with a free slot.
+    """
     items = [
         (loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)
     ]
@@ -72,7 +74,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign packs to ranks so that many experts stay on their rank, in the slots that they had."""
+    """Assign packs to ranks so that many experts stay on their rank and in their slot."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [

@@ -1,8 +1,8 @@
 """Track the files that are the third level of a rank's prefix cache, and the pending copies.
 
-A file contains the data of one host block, and its name is the hash of this block. The index of
-files may list files that other engines have deleted, and damaged files. If one rank fails to read a
-file, all ranks treat the block as missing.
+A file contains the data of one host block, and the file's name is the block's hash. The index may
+list files that are damaged or that other engines have deleted. If one rank fails to read a file,
+all ranks treat the block as missing.
 
 - A block in host memory is *written* to a file when the number of pending writes allows it.
 - A waiting request's missing blocks are *read* into free host blocks. After the read, the request
@@ -26,7 +26,7 @@ _NO_PROGRESS = FileProgress(0)
 
 
 @dataclass(eq=False)
-class _FileRead:
+class FileRead:
     """Blocks of waiting sequences that are being read from files."""
 
     sequences: list[Sequence]  # sequences that wait for this read
@@ -69,7 +69,7 @@ class FileTier:
         self._used: list[bytes] = []  # hashes of used blocks, which the next plan reports
         self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
         self._writes: dict[bytes, _FileWrite] = {}
-        self._reads: list[_FileRead] = []  # pending reads, oldest first
+        self.reads: list[FileRead] = []  # pending reads, oldest first
         self._missing: set[bytes] = set()  # hashes of pending reads that failed on a rank
         self._deletes_all = False
         self._emptied_at = -1  # step id of the plan that deletes all files
@@ -78,20 +78,6 @@ class FileTier:
     def num_used(self) -> int:
         """Number of blocks in the index of files."""
         return len(self._index)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for a read."""
-        return sum(len(read.sequences) for read in self._reads)
-
-    @property
-    def has_reads(self) -> bool:
-        return any(read.sequences for read in self._reads)
-
-    @property
-    def has_new_reads(self) -> bool:
-        """Whether a read is not part of a plan yet."""
-        return any(read.step_id < 0 for read in self._reads)
 
     @property
     def has_writes(self) -> bool:
@@ -137,41 +123,32 @@ class FileTier:
         block. `hashes`: hashes of blocks that are not in host memory. `held_places`: host blocks of
         the sequence that need no read. Return False if no host block is free.
         """
-        for read in self._reads:
+        for read in self.reads:
             if hashes[0] in read.hashes:
                 read.sequences.append(sequence)
                 return True
         self._host.share(held_places)
         most = min(self._host.num_free, (self._host.num_blocks + 1) // 2)
-        under_way = {block_hash for read in self._reads for block_hash in read.hashes}
+        under_way = {block_hash for read in self.reads for block_hash in read.hashes}
         hashes = [block_hash for block_hash in hashes[:most] if block_hash not in under_way]
         if not hashes:
             self._host.release(held_places)
             return False
         places = [self._host.allocate() for _ in hashes]
-        self._reads.append(_FileRead([sequence], hashes, places, held_places))
+        self.reads.append(FileRead([sequence], hashes, places, held_places))
         return True
-
-    def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its read, which continues; return False if it has no read."""
-        for read in self._reads:
-            if sequence in read.sequences:
-                read.sequences.remove(sequence)
-                return True
-        return False
 
     def take_copies(self, step_id: int) -> FileCopies | None:
         """Return the copies of the plan `step_id`; None if the plan has no copies."""
         writes = [write for write in self._writes.values() if write.step_id < 0]
-        reads = [read for read in self._reads if read.step_id < 0]
+        reads = [read for read in self.reads if read.step_id < 0]
         used, self._used = self._used, []
         deletes_all, self._deletes_all = self._deletes_all, False
         if not (writes or reads or used or deletes_all):
             return None
-        for write in writes:
-            write.step_id = step_id
-        for read in reads:
-            read.step_id = step_id
+        copies: list[_FileWrite | FileRead] = [*writes, *reads]
+        for copy in copies:
+            copy.step_id = step_id
         if deletes_all:
             self._emptied_at = step_id
         return FileCopies(
@@ -194,28 +171,26 @@ class FileTier:
                 if write.is_kept and self.num_blocks:
                     self._insert(write.block_hash)
                     self.num_written += 1
-        for read in [read for read in self._reads if 0 <= read.step_id <= progress.read_step]:
+        for read in [read for read in self.reads if 0 <= read.step_id <= progress.read_step]:
             self._end_read(read)
         if progress.is_off:  # keep the host blocks of pending copies; the copies may never end
             self.num_blocks = 0
             self._discard_all()
-            self._queue.clear()
-            for read in self._reads:
+            for read in self.reads:
                 self._return_sequences(read)
 
     def fail(self, step_id: int) -> None:
         """Repeat the copies of a lost plan with the next plan."""
-        for write in self._writes.values():
-            write.step_id = -1 if write.step_id == step_id else write.step_id
-        for read in self._reads:
-            read.step_id = -1 if read.step_id == step_id else read.step_id
+        copies: list[_FileWrite | FileRead] = [*self._writes.values(), *self.reads]
+        for copy in copies:
+            if copy.step_id == step_id:
+                copy.step_id = -1
         self._deletes_all |= self._emptied_at == step_id
 
     def evict(self) -> None:
         """Drop all blocks and delete their files."""
         self._deletes_all = self.num_blocks > 0
         self._discard_all()
-        self._queue.clear()
         for write in self._writes.values():
             write.is_kept = False
 
@@ -236,11 +211,12 @@ class FileTier:
             self._changes.append((block_hash, False))
 
     def _discard_all(self) -> None:
+        self._queue.clear()
         for block_hash in list(self._index):
             self._discard(block_hash)
 
-    def _end_read(self, read: _FileRead) -> None:
-        self._reads.remove(read)
+    def _end_read(self, read: FileRead) -> None:
+        self.reads.remove(read)
         for block_hash, place in zip(read.hashes, read.places, strict=True):
             if block_hash in self._missing:
                 self._missing.remove(block_hash)
@@ -252,7 +228,7 @@ class FileTier:
         self._host.release(read.held_places)
         self._return_sequences(read)
 
-    def _return_sequences(self, read: _FileRead) -> None:
+    def _return_sequences(self, read: FileRead) -> None:
         """Return the sequences of a read to the queue for admission."""
         for sequence in read.sequences:
             sequence.may_read = False

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.cache_log import CacheLog
-from negamax.scheduler.file_tier import FileTier
+from negamax.scheduler.file_tier import FileRead, FileTier
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import HostCopies, StepResult
@@ -75,7 +75,7 @@ class HostTier:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a load from host memory or a read from files."""
-        return sum(len(load.sequences) for load in self._loads) + self.files.num_waiting
+        return sum(len(each.sequences) for each in self._list_pending())
 
     @property
     def num_used(self) -> int:
@@ -85,12 +85,12 @@ class HostTier:
     @property
     def has_loads(self) -> bool:
         """Whether requests wait for a load from host memory or a read from files."""
-        return bool(self._loads) or self.files.has_reads
+        return bool(self._loads) or any(read.sequences for read in self.files.reads)
 
     @property
     def has_new_loads(self) -> bool:
         """Whether a load from host memory or a read from files is not part of a plan yet."""
-        return bool(self._loads and self._loads[-1].step_id < 0) or self.files.has_new_reads
+        return any(each.step_id < 0 for each in self._list_pending())
 
     @property
     def has_writes(self) -> bool:
@@ -175,12 +175,12 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its load, which continues; return False if it has no load."""
-        for load in self._loads:
-            if sequence in load.sequences:
-                load.sequences.remove(sequence)
+        """Detach a sequence from its load or read, which continues. Return False if it has none."""
+        for each in self._list_pending():
+            if sequence in each.sequences:
+                each.sequences.remove(sequence)
                 return True
-        return self.files.detach(sequence)
+        return False
 
     def touch(self, sequence: Sequence) -> None:
         """Mark the blocks of a sequence that leaves the batch as recently used."""
@@ -240,6 +240,10 @@ class HostTier:
         self._storing.clear()
         self.blocks.evict()
         self.files.evict()
+
+    def _list_pending(self) -> list[_BlockLoad | FileRead]:
+        """List the pending loads from host memory, then the pending reads from files."""
+        return [*self._loads, *self.files.reads]
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
         """Yield (KV block, host block) for each cached block of a waiting sequence, from `first`

@@ -9,11 +9,6 @@ from negamax.scheduler.step import ImageRun, NewRow, StepPlan
 class PlanBuilder:
     """Collects the rows of one plan: decodes, then chunks of one token, then longer chunks."""
 
-    __slots__ = (
-        "appended_blocks", "appended_slots", "budget", "chunk_length", "chunks", "drafts",
-        "encoder", "new_rows", "sequences", "slots", "step_id",
-    )  # fmt: skip
-
     def __init__(
         self, step_id: int, budget: int, chunk_length: ChunkLength, encoder: EncoderCache
     ) -> None:
@@ -52,7 +47,7 @@ class PlanBuilder:
         return samples
 
     def extend_chunk(self, sequence: Sequence) -> None:
-        """Extend the sequence's chunk in this plan, or add a chunk if the plan has none."""
+        """Extend the sequence's chunk in this plan, or add one if the sequence has no chunk."""
         earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
         num_chunks = len(self.chunks)
         self.add_chunk(sequence)

@@ -1,8 +1,9 @@
-"""Compute hashes of full blocks. The prefix cache uses the hashes to find blocks that requests
-share. The KV of a token depends on all earlier tokens. The hash of a block therefore covers the
-previous block's hash, the block's tokens, and the digest and position of each image that overlaps
-the block. The first block's hash also covers the request's cache salt. Requests with different
-salts therefore never share blocks.
+"""Compute the hashes by which the prefix cache finds full blocks that requests share.
+
+The KV of a token depends on all earlier tokens. The hash of a block therefore covers the previous
+block's hash, the block's tokens, and the digest and position of each image that overlaps the block.
+The first block's hash also covers the request's cache salt, so requests with different salts never
+share blocks.
 """
 
 from array import array

@@ -57,14 +57,7 @@ class RequestTable:
         turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1
         self._last_turns[request.tenant] = turn
         self._count += 1
-        sequence = Sequence(
-            request,
-            arrival=self._count,
-            turn=turn,
-            limit=limit,
-            eos_token_ids=limits.eos_token_ids,
-            block_size=limits.block_size,
-        )
+        sequence = Sequence(request, limits, limit=limit, turn=turn, arrival=self._count)
         self.sequences[request.request_id] = sequence
         self.num_constrained += sequence.is_constrained
         return sequence

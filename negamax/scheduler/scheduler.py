@@ -149,8 +149,7 @@ class Scheduler:
             latest.postponed.add(row)
             sequence.is_postponed = True
             sequence.num_proposed = 0
-            sequence.num_computed -= 1
-            sequence.num_total -= 1
+            sequence.give_back(1)
 
     def plan(self) -> StepPlan | None:
         """Return the next plan, or None if rows must wait for a commit, `add` or pipeline turn."""
@@ -503,7 +502,7 @@ class Scheduler:
         shared, num_new, num_taken = self._blocks_for(sequence)
         if not self.encoder.may_begin(sequence, len(shared) * block_size):
             return None
-        shortage = num_taken + (1 if self._running else 0) - pool.num_free
+        shortage = num_taken + bool(self._running) - pool.num_free
         if shortage > 0:
             sequence.retry_gain = pool.gain_count + shortage
             return None

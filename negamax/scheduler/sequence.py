@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
@@ -30,12 +31,11 @@ class Sequence:
     def __init__(
         self,
         request: GenerateRequest,
+        limits: SchedulerLimits,
         *,
-        arrival: int,
-        turn: int,
         limit: int,
-        eos_token_ids: frozenset[int],
-        block_size: int,
+        turn: int,
+        arrival: int,
     ) -> None:
         """`limit`: most tokens. Sequences of equal priority run by `turn`, then by `arrival`."""
         sampling = request.sampling
@@ -49,12 +49,11 @@ class Sequence:
         self.limit = limit
         # number of tokens up to which stop tokens are ignored
         self.stop_from = self.prompt_len + sampling.min_tokens
-        self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset() if sampling.ignore_eos else limits.eos_token_ids
         if sampling.stop_token_ids:
             self.stop_ids |= frozenset(sampling.stop_token_ids)
-        self.block_hashes = BlockHashes(
-            self.tokens, block_size=block_size, salt=request.cache_salt, images=request.images
-        )
+        size, salt, images = limits.block_size, request.cache_salt, request.images
+        self.block_hashes = BlockHashes(self.tokens, block_size=size, salt=salt, images=images)
         self.held_images: dict[int, Any] = {}  # index of an image -> `EncodedImage` in use
 
         self.rank: int | None = None  # data-parallel rank that runs the sequence
@@ -86,10 +85,10 @@ class Sequence:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
-    def give_back(self, num_rejected: int) -> None:
-        """Subtract rejected drafts from the token counts. Later tokens reuse the drafts' blocks."""
-        self.num_computed -= num_rejected
-        self.num_total -= num_rejected
+    def give_back(self, num_tokens: int) -> None:
+        """Subtract rejected drafts or a postponed token, whose blocks later tokens reuse."""
+        self.num_computed -= num_tokens
+        self.num_total -= num_tokens
 
     def finish_reason(self) -> str | None:
         """Return the finish reason; None if the latest token does not end the sequence."""

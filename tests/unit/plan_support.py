@@ -40,12 +40,10 @@ def list_admitted(plan: StepPlan) -> str:
     return "".join(chr(row.token_ids[0] // 1000) for row in plan.new_rows)
 
 
-def make_result(
-    plan: StepPlan, tokens: list[int] | None = None, errors: dict[int, str] | None = None
-) -> StepResult:
+def make_result(plan: StepPlan, tokens: list[int] | None = None, **fields: Any) -> StepResult:
     """Make the result of `plan`. `tokens` has one token per sampled row; the default is 7."""
     sampled = tokens or [7] * sum(plan.needs_sampling)
-    return StepResult(plan.step_id, sampled, {}, {}, errors or {})
+    return StepResult(plan.step_id, sampled, {}, {}, fields.pop("errors", {}), **fields)
 
 
 def make_scheduler(**changes: Any) -> RankScheduler:

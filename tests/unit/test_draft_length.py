@@ -344,23 +344,18 @@ def test_acceptance_is_that_of_the_rows() -> None:
     policy = AdaptiveDraftLength(LENGTHS)
     for _ in range(300):
         accepted = {0: 3, 1: 1, 2: 0}  # Two of the four rows have no accepted draft.
-        policy.record(
-            plan([4] * 4, [3] * 4, proposed=3), StepResult(0, [], {}, {}, {}, accepted), 0
-        )
+        result = StepResult(0, [], {}, {}, {}, accepted)
+        policy.record(plan([4] * 4, [3] * 4, proposed=3), result, 0)
     assert policy.acceptance() == pytest.approx([0.5, 0.26, 0.26], abs=0.03)
 
 
 def test_estimates_of_ranks_count_by_rows_and_end_with_the_drafts() -> None:
     policy = AdaptiveDraftLength(LENGTHS)
     for _ in range(100):  # One row has two accepted drafts; three rows have none.
-        ranks = [
-            (
-                plan([4], [3], proposed=3),
-                StepResult(0, [], {}, {}, {}, {0: 2}, expected=[0.9, 0.8]),
-            ),
-            (plan([4] * 3, [3] * 3, proposed=3), StepResult(0, [], {}, {}, {}, expected=[0.1, 0])),
-        ]
-        policy.record_all(ranks, 0.0)
+        plans = [plan([4] * rows, [3] * rows, proposed=3) for rows in (1, 3)]
+        one = StepResult(0, [], {}, {}, {}, {0: 2}, expected=[0.9, 0.8])
+        others = StepResult(0, [], {}, {}, {}, expected=[0.1, 0])
+        policy.record_all(list(zip(plans, (one, others), strict=True)), 0.0)
     assert policy.acceptance() == pytest.approx([0.25, 0.25, 0.03], abs=0.01)
     assert policy._places[0].estimate == pytest.approx((0.9 + 3 * 0.1) / 4)
     assert policy._places[1].estimate == pytest.approx(0.8 / (0.9 + 3 * 0.1))

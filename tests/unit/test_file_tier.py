@@ -17,6 +17,7 @@ from tests.unit.plan_support import RankScheduler, make_limits, make_result, mak
 from tests.unit.test_host_tier import UNKNOWN, HostTrace, HostWorker
 from tests.unit.test_scheduler_traces import EOS_IDS, any_limits
 
+SMALL = {"block_size": 2, "num_blocks": 26, "num_host_blocks": 24, "num_file_blocks": 120}
 Content = list[int]  # identities of the cells of a block
 
 
@@ -73,9 +74,8 @@ class FileWorker(HostWorker):
                 self.files.pop(name, None)
             else:
                 self.host |= {(place, at): content[at] for at in range(self.block_size)}
-        for name, place, before in zip(
-            files.written_hashes, files.written_places, written, strict=True
-        ):
+        writes = zip(files.written_hashes, files.written_places, written, strict=True)
+        for name, place, before in writes:
             assert self.read_host(place) == before, "a host block changed while it was written"
             if not self.fails:
                 self.files[name] = before
@@ -92,13 +92,9 @@ class FileTrace(HostTrace):
 
     def restart(self) -> FileTrace:
         """Return a trace of a new engine that finds the files of this one."""
-        again = type(self)(
-            self.limits,
-            len(self.workers),
-            seed=self.rng.getrandbits(32),
-            depth=self.depth,
-            trouble=self.trouble,
-        )
+        rules = {"depth": self.depth, "trouble": self.trouble}
+        seed = self.rng.getrandbits(32)
+        again = type(self)(self.limits, len(self.workers), seed=seed, **rules)
         for rank, old, new in zip(again.scheduler.ranks, self.workers, again.workers, strict=True):
             assert isinstance(old, FileWorker) and isinstance(new, FileWorker)
             new.files, new.identities = old.files, old.identities
@@ -123,7 +119,8 @@ def run_files(
     second.run(num_requests).check_outputs()
     for trace in (first, second):
         for rank in trace.scheduler.ranks:
-            assert not rank.host.has_writes and not rank.host.files.has_reads
+            assert not rank.host.has_writes
+            assert not any(read.sequences for read in rank.host.files.reads)
     return [first, second]
 
 
@@ -160,8 +157,7 @@ def test_random_traces_with_files(
 
 def test_random_traces_read_write_and_miss() -> None:
     """Check that random traces read files, write files and miss blocks; else they prove nothing."""
-    sizes = {"block_size": 2, "num_blocks": 26, "num_host_blocks": 24, "num_file_blocks": 120}
-    limits = make_limits(**sizes, max_model_len=50, eos_token_ids=EOS_IDS)
+    limits = make_limits(**SMALL, max_model_len=50, eos_token_ids=EOS_IDS)
     rules = {"num_requests": 100, "depth": 1, "trouble": True}
     pairs = [run_files(limits, seed=seed, **rules) for seed in range(5)]
     for traces in zip(*pairs, strict=True):  # traces before the restart, then after it
@@ -174,14 +170,7 @@ def test_random_traces_read_write_and_miss() -> None:
 
 
 def test_an_error_switches_the_files_off_and_requests_go_on() -> None:
-    limits = make_limits(
-        max_model_len=50,
-        block_size=2,
-        num_blocks=26,
-        num_host_blocks=24,
-        num_file_blocks=120,
-        eos_token_ids=EOS_IDS,
-    )
+    limits = make_limits(**SMALL, max_model_len=50, eos_token_ids=EOS_IDS)
     first = FileTrace(limits, seed=1, depth=1, trouble=False)
     first.run(60).check_outputs()
     second = first.restart()
@@ -219,17 +208,11 @@ def finish(scheduler: RankScheduler) -> list[FileCopies]:
     while scheduler.has_unfinished or scheduler.has_writes:
         plan = scheduler.next_plan()
         step, copies = plan.step_id, plan.copies
-        result = msgspec.structs.replace(
-            make_result(plan), loaded_step=step, files=FileProgress(0, step, step)
-        )
-        scheduler.commit(plan, result)
+        done = FileProgress(0, step, step)
+        scheduler.commit(plan, make_result(plan, loaded_step=step, files=done))
         if copies is not None and copies.files is not None:
             made.append(copies.files)
     return made
-
-
-def list_tokens(name: str, length: int) -> list[int]:
-    return [1000 * ord(name) + at for at in range(length)]
 
 
 def fill_files() -> RankScheduler:
@@ -249,31 +232,30 @@ def test_blocks_are_written_without_requests_and_read_before_they_are_loaded() -
         written += [block for copies in finish(scheduler) for block in copies.written_hashes]
         assert files.num_used == len(written) == len(set(written))
     assert len(written) == 15
-    scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
+    scheduler.add("a again", 20, max_tokens=1)
     plan = scheduler.next_plan()
     assert plan.copies is not None and plan.copies.files is not None and not plan.slots
     assert plan.copies.files.read_hashes == written[:4] and plan.copies.is_awaited
     assert scheduler.num_waiting == 1
     late = FileProgress(0, plan.step_id - 1, plan.step_id - 1)
-    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=late))
+    scheduler.commit(plan, make_result(plan, files=late))
     waiting = scheduler.next_plan()
     assert not waiting.slots and waiting.copies == HostCopies([], [], [], [], True)
     missing = FileProgress(0, plan.step_id, plan.step_id, [written[2]])
-    scheduler.commit(waiting, msgspec.structs.replace(make_result(waiting), files=missing))
+    scheduler.commit(waiting, make_result(waiting, files=missing))
     load = scheduler.next_plan()
     assert load.copies is not None and len(load.copies.loaded_blocks) == 2
-    scheduler.commit(load, msgspec.structs.replace(make_result(load), loaded_step=load.step_id))
+    scheduler.commit(load, make_result(load, loaded_step=load.step_id))
     (row,) = scheduler.next_plan().new_rows
     assert row.num_computed == 8  # The prefix ends at the missing block.
 
 
 def test_a_request_does_not_wait_for_a_read_that_never_ends() -> None:
     scheduler = fill_files()
-    scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
+    scheduler.add("a again", 20, max_tokens=1)
     plan = scheduler.next_plan()
     assert plan.copies is not None and plan.copies.files is not None
-    off = FileProgress(0, is_off=True)
-    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=off))
+    scheduler.commit(plan, make_result(plan, files=FileProgress(0, is_off=True)))
     assert scheduler.next_plan().new_rows and not scheduler.has_writes
     host, places = scheduler.rank.host.blocks, plan.copies.files.read_places
     assert len(places) == 4 and all(host.ref_count(place) == 1 for place in places)
@@ -294,15 +276,15 @@ def test_a_reset_forgets_blocks_on_their_way_into_files() -> None:
 
 def test_reads_of_files_are_bounded_by_admission_and_salt() -> None:
     scheduler = fill_files()
-    scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
+    scheduler.add("a again", 20, max_tokens=1)
     plan = scheduler.next_plan()
     done = FileProgress(0, plan.step_id, plan.step_id)
-    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=done))
+    scheduler.commit(plan, make_result(plan, files=done))
     scheduler.rank.host.blocks.evict()  # Other requests took the host blocks.
     (row,) = scheduler.next_plan().new_rows
     assert row.num_computed == 0
     scheduler = fill_files()
-    scheduler.add("salted", list_tokens("a", 20), max_tokens=1, cache_salt="x")
+    scheduler.add("a salted", 20, max_tokens=1, cache_salt="x")
     assert scheduler.next_plan().new_rows
 
 
@@ -310,10 +292,10 @@ def test_blocks_in_constant_use_are_reported_before_their_files_go() -> None:
     scheduler = make_tier(num_blocks=32, num_host_blocks=32, num_file_blocks=20)
     used: list[bytes] = []
     for number in range(6):
-        scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
-        used += [block for copies in finish(scheduler) for block in copies.used_hashes]
-        scheduler.add(chr(ord("b") + number), 12, max_tokens=1)
-        used += [block for copies in finish(scheduler) for block in copies.used_hashes]
-    first = BlockHashes(list_tokens("a", 20), block_size=4, salt="")[0]
+        for name, length in (("a again", 20), (chr(ord("b") + number), 12)):
+            scheduler.add(name, length, max_tokens=1)
+            used += [block for copies in finish(scheduler) for block in copies.used_hashes]
+    tokens = [1000 * ord("a") + at for at in range(4)]  # first block of a (see `make_request`)
+    first = BlockHashes(tokens, block_size=4, salt="")[0]
     assert first in used and first in scheduler.rank.host.files
     assert scheduler.rank.host.files.num_used == 20

@@ -104,15 +104,10 @@ def test_random_traces_with_host_memory(
 
 def test_random_traces_load_and_evict() -> None:
     """Check that random traces load and evict blocks; else the traces above prove nothing."""
+    sizes = {"max_model_len": 50, "block_size": 2, "num_blocks": 26, "eos_token_ids": EOS_IDS}
     for host_blocks, stores_new in ((12, True), (80, True), (80, False)):
-        limits = make_limits(
-            max_model_len=50,
-            block_size=2,
-            num_blocks=26,
-            num_host_blocks=host_blocks,
-            eos_token_ids=EOS_IDS,
-            stores_new_blocks=stores_new,
-        )
+        own = {"num_host_blocks": host_blocks, "stores_new_blocks": stores_new}
+        limits = make_limits(**sizes, **own)
         rules = {"num_requests": 100, "depth": 1, "trouble": True}
         traces = [run_trace(limits, seed=seed, **rules) for seed in range(7)]
         loaded = sum(worker.num_loaded for trace in traces for worker in trace.workers)  # type: ignore[attr-defined]
@@ -129,8 +124,7 @@ def finish(scheduler: RankScheduler) -> None:
     """Run all requests to their end. Every load completes in the step of its plan."""
     while scheduler.has_unfinished:
         plan = scheduler.next_plan()
-        result = make_result(plan)
-        scheduler.commit(plan, msgspec.structs.replace(result, loaded_step=plan.step_id))
+        scheduler.commit(plan, make_result(plan, loaded_step=plan.step_id))
 
 
 def run_alone(scheduler: RankScheduler, name: str, prompt: list[int] | int, **fields: str) -> None:
@@ -142,7 +136,7 @@ def test_a_prompt_that_left_the_gpu_is_loaded_before_its_admission() -> None:
     scheduler = make_tier()
     for name in "ab":  # The prompts need 5 and 7 blocks, so b evicts blocks of a.
         run_alone(scheduler, name, 20 if name == "a" else 28)
-    scheduler.add("again", [1000 * ord("a") + at for at in range(20)], max_tokens=1)
+    scheduler.add("again", 20, max_tokens=1)  # the same prompt as that of a
     first = scheduler.next_plan()
     assert not first.slots and first.copies is not None and first.copies.is_awaited
     assert len(first.copies.loaded_blocks) == len(set(first.copies.loaded_places)) > 0
@@ -150,9 +144,7 @@ def test_a_prompt_that_left_the_gpu_is_loaded_before_its_admission() -> None:
     scheduler.commit(first)
     waiting = scheduler.next_plan()  # The load is still not complete.
     assert not waiting.slots and waiting.copies == HostCopies([], [], [], [], True)
-    scheduler.commit(
-        waiting, msgspec.structs.replace(make_result(waiting), loaded_step=first.step_id)
-    )
+    scheduler.commit(waiting, make_result(waiting, loaded_step=first.step_id))
     (row,) = scheduler.next_plan().new_rows
     assert row.num_computed == 16  # The last block runs for its logits.
     assert set(first.copies.loaded_blocks) <= set(row.block_ids[:4])
@@ -162,7 +154,7 @@ def test_others_run_while_a_load_is_under_way_and_an_abort_keeps_the_blocks_unti
     scheduler = make_tier(num_blocks=12)
     for name, length in (("a", 20), ("b", 28), ("c", 20)):
         run_alone(scheduler, name, length)
-    scheduler.add("again", [1000 * ord("a") + at for at in range(20)])
+    scheduler.add("again", 20)
     scheduler.add("d", 4, max_tokens=8)
     plan = scheduler.next_plan()
     assert plan.copies is not None and plan.copies.loaded_blocks
@@ -172,7 +164,7 @@ def test_others_run_while_a_load_is_under_way_and_an_abort_keeps_the_blocks_unti
     assert scheduler.num_waiting == 0
     held = scheduler.num_free_blocks
     last = scheduler.next_plan()
-    scheduler.commit(last, msgspec.structs.replace(make_result(last), loaded_step=plan.step_id))
+    scheduler.commit(last, make_result(last, loaded_step=plan.step_id))
     assert scheduler.num_free_blocks > held
     finish(scheduler)
     assert scheduler.num_free_blocks == 12
@@ -185,11 +177,11 @@ def test_each_load_under_way_keeps_a_slot_for_its_sequence() -> None:
     for name in "efghi":  # These prompts evict the blocks of all others.
         run_alone(scheduler, name, 32)
     for name in "abcd":
-        scheduler.add(f"{name} again", [1000 * ord(name) + at for at in range(20)])
+        scheduler.add(f"{name} again", 20)
     plan = scheduler.next_plan()
     assert plan.copies is not None and not plan.slots
     assert len(plan.copies.loaded_blocks) == 3 * 4
-    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), loaded_step=plan.step_id))
+    scheduler.commit(plan, make_result(plan, loaded_step=plan.step_id))
     assert [row.num_computed for row in scheduler.next_plan().new_rows] == [16] * 3
 
 
@@ -204,16 +196,16 @@ def test_equal_prefixes_share_a_load_and_another_salt_or_token_finds_nothing() -
     assert plan.copies is not None and len(plan.copies.loaded_blocks) == 5
     assert scheduler.num_waiting == 3
     assert scheduler.end("1", "abort") is not None and scheduler.num_waiting == 2
-    scheduler.commit(plan, msgspec.structs.replace(make_result(plan), loaded_step=plan.step_id))
+    scheduler.commit(plan, make_result(plan, loaded_step=plan.step_id))
     assert [row.num_computed for row in scheduler.next_plan().new_rows] == [20, 20]
     scheduler = make_tier(num_host_blocks=32)
     for name, length in (("a", 20), ("b", 32)):
         run_alone(scheduler, name, length)
-    host, tokens = scheduler.rank.host, [1000 * ord("a") + at for at in range(20)]
-    run_alone(scheduler, "salted", tokens, cache_salt="x")
+    host = scheduler.rank.host
+    run_alone(scheduler, "a salted", 20, cache_salt="x")
     run_alone(scheduler, "changed", [1, *tokens[1:]])
     assert host.num_hits == scheduler.cached_prompt_tokens == 0 < host.num_queries
-    run_alone(scheduler, "same", tokens)
+    run_alone(scheduler, "again", 20)
     assert host.num_hits == scheduler.cached_prompt_tokens == 16
 
 
@@ -230,6 +222,6 @@ def test_a_full_host_pool_evicts_chains_and_may_store_only_hit_blocks() -> None:
     run_alone(scheduler, "a", 17)
     run_alone(scheduler, "b", 17)
     assert host.num_stored == 0
-    run_alone(scheduler, "again", [1000 * ord("a") + at for at in range(17)])
+    run_alone(scheduler, "again", 17)
     run_alone(scheduler, "c", 4)
     assert host.num_stored == 4
