@@ -72,23 +72,17 @@ class PagedKind:
         self, metadata: AttentionMetadata, kv: KvCaches, heads: tuple[int, ...]
     ) -> GroupedQueryStep:
         """Compute angles and cache rows, and plan kernels. `heads`: the head counts of caches."""
-        shape = replace(self._shape, block_size=kv["k"].shape[2])
+        block_size = kv["k"].shape[2]
+        shape, tables = replace(self._shape, block_size=block_size), metadata.token_tables
         cos, sin, slot_mapping = self._locate(
-            metadata.token_tables,
-            self._frequencies,
-            kv_heads=shape.kv_heads,
-            block_size=shape.block_size,
+            tables, self._frequencies, kv_heads=shape.kv_heads, block_size=block_size
         )
-        decode, prefill = (
-            plan(queries, shape) if queries else None
-            for plan, queries in (
-                (self._plan_decode, metadata.decodes),
-                (self._plan_prefill, metadata.prefills),
-            )
-        )
+        decodes, prefills = metadata.decodes, metadata.prefills
+        decode = self._plan_decode(decodes, shape) if decodes else None
+        prefill = self._plan_prefill(prefills, shape) if prefills else None
         exchange = None
         if metadata.shared_tokens is not None:
-            exchange = KeyExchange(metadata, block_size=shape.block_size, heads=heads)
+            exchange = KeyExchange(metadata, block_size=block_size, heads=heads)
         return GroupedQueryStep(cos, sin, slot_mapping, decode, prefill, exchange)
 
 
@@ -134,10 +128,8 @@ class Attention:
         given = self._out.activation if kernels[PREFILL].provider != "reference" else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._heads, self._kv_heads = len(queried), len(own_kv)
-        norm = PerHeadNorm if norm_per_head else FullWidthNorm
-        self._qk_norm: FullWidthNorm | PerHeadNorm = norm(
-            names, sizes, gemma=gemma_norm, setup=setup
-        )
+        norm: type[FullWidthNorm | PerHeadNorm] = PerHeadNorm if norm_per_head else FullWidthNorm
+        self._qk_norm = norm(names, sizes, gemma=gemma_norm, setup=setup)
         # a fused kernel, or None if norm, rope and cache write are separate kernels
         self.norm_kernel = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)

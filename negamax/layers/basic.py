@@ -81,14 +81,11 @@ class VocabEmbedding:
         group: Collective,
         weights: WeightFormat,
     ) -> None:
-        self._group = group
+        self._group, width = group, shape[1]
         # [rows + 2, hidden]; tokens of other ranks read the first or last row, which are zeros
-        self.table = torch.zeros(
-            len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
-        )
-        self.slots = [
-            WeightSlot(name, shape, target=self.table[1:-1], region=(rows, range(shape[1])))
-        ]
+        self.table = torch.zeros(len(rows) + 2, width, dtype=weights.dtype, device=weights.device)
+        region = rows, range(width)
+        self.slots = [WeightSlot(name, shape, target=self.table[1:-1], region=region)]
 
     def whole(self) -> "VocabEmbedding":
         """Return this embedding, or a copy with all rows on this rank if the rows are split."""

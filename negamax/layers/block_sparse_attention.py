@@ -13,14 +13,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.block_sparse.op import (
-    BLOCK_SPARSE_DECODE,
-    BLOCK_SPARSE_MERGE_SHARDS,
-    BLOCK_SPARSE_NORM_ROPE_WRITE,
-    BLOCK_SPARSE_PREFILL,
-    BLOCK_SPARSE_SELECT,
-    BLOCK_SPARSE_SELECT_SHARD,
-)
+from negamax.kernels.block_sparse import op as sparse
 from negamax.kernels.block_sparse.selection import BlockSelection, IndexShard, SparseShape
 from negamax.kernels.cache_shards.op import OWN_ROWS
 from negamax.kernels.kvcache.op import TokenPlaces
@@ -45,29 +38,25 @@ class BlockSparseKind(PagedKind):
     """Prepares the state that `BlockSparseAttention` layers share in a step."""
 
     name = "block sparse"
-    ops = BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
+    ops = sparse.BLOCK_SPARSE_DECODE, sparse.BLOCK_SPARSE_PREFILL
 
     def __init__(self, shape: SparseShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
         super().__init__(shape, frequencies=frequencies, kernels=kernels)
         self._shape: SparseShape
         self._own_rows = kernels[OWN_ROWS].run
-        self._plan_select = kernels[BLOCK_SPARSE_SELECT].prepare
-        self._plan_select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].prepare
-        self._plan_merge = kernels[BLOCK_SPARSE_MERGE_SHARDS].prepare
+        self._plan_select = kernels[sparse.BLOCK_SPARSE_SELECT].prepare
+        self._plan_select_shard = kernels[sparse.BLOCK_SPARSE_SELECT_SHARD].prepare
+        self._plan_merge = kernels[sparse.BLOCK_SPARSE_MERGE_SHARDS].prepare
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> BlockSparseStep:
-        shape = replace(self._shape, block_size=kv["k"].shape[2], quantize=False)
-        index_rows = None
+        block_size, tables = kv["k"].shape[2], metadata.token_tables
+        shape = replace(self._shape, block_size=block_size, quantize=False)
+        shard, index_rows = shape.shard, None
         if shape.cache.ranks > 1:
             index_rows = self._own_rows(
-                metadata.token_tables,
-                rank=shape.shard.rank,
-                ranks=shape.shard.ranks,
-                first=0,
-                heads=1,
-                block_size=shape.block_size,
+                tables, rank=shard.rank, ranks=shard.ranks, first=0, heads=1, block_size=block_size
             )
-        if shape.shard.ranks == 1:
+        if shard.ranks == 1:
             select, merge = self._plan_select(metadata, shape), None
         else:
             select = self._plan_select_shard(metadata, shape)
@@ -102,27 +91,24 @@ class BlockSparseAttention:
         index_heads = range(shard.heads) if shard.heads else own_kv
         index_rows = range(index_heads.start * index_dim, index_heads.stop * index_dim)
         self._group = setup.context.attention_group
-        self._projection = ColumnParallels(
-            (
-                *sizes.qkv(names.qkv, queried, own_kv),
-                ProjectionPart(index.q, sizes.kv_heads * index_dim, index_rows),
-                ProjectionPart(index.k, index_dim, range(index_dim)),
-            ),
-            sizes.hidden_size,
-            setup=setup,
-        )
+        parts = [
+            *sizes.qkv(names.qkv, queried, own_kv),
+            ProjectionPart(index.q, sizes.kv_heads * index_dim, index_rows),
+            ProjectionPart(index.k, index_dim, range(index_dim)),
+        ]
+        self._projection = ColumnParallels(parts, sizes.hidden_size, setup=setup)
         self._out = sizes.out(names.out, setup)
         self.activation = self._projection.activation
         # all attention kernels but the reference can quantize their output with one scale per head
-        has_fp8 = kernels[BLOCK_SPARSE_PREFILL].provider != "reference"
+        has_fp8 = kernels[sparse.BLOCK_SPARSE_PREFILL].provider != "reference"
         given = self._out.activation if has_fp8 else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
-        self._select = kernels[BLOCK_SPARSE_SELECT].run
-        self._select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].run
-        self._merge_shards = kernels[BLOCK_SPARSE_MERGE_SHARDS].run
-        self._decode = kernels[BLOCK_SPARSE_DECODE].run
-        self._prefill = kernels[BLOCK_SPARSE_PREFILL].run
-        write = kernels[BLOCK_SPARSE_NORM_ROPE_WRITE]
+        self._select = kernels[sparse.BLOCK_SPARSE_SELECT].run
+        self._select_shard = kernels[sparse.BLOCK_SPARSE_SELECT_SHARD].run
+        self._merge_shards = kernels[sparse.BLOCK_SPARSE_MERGE_SHARDS].run
+        self._decode = kernels[sparse.BLOCK_SPARSE_DECODE].run
+        self._prefill = kernels[sparse.BLOCK_SPARSE_PREFILL].run
+        write = kernels[sparse.BLOCK_SPARSE_NORM_ROPE_WRITE]
         self.norm_kernel, self._write, self._gemma = write, write.run, gemma_norm
         self._norm_weights = [
             torch.empty(2, width, dtype=torch.float32, device=setup.weights.device)
@@ -131,18 +117,13 @@ class BlockSparseAttention:
         own_norm, index_norm = self._norm_weights
         counts = len(queried), len(own_kv)
         self._norm = write.prepare(own_norm, index_norm, *counts, sizes.eps, shard)
-        norms = (names.q_norm, names.k_norm), (index.q_norm, index.k_norm)
-        self.kv_scales = KvScales(names)
-        self.slots = [
-            *self._projection.slots,
-            *self._out.slots,
-            *(
-                WeightSlot(name, (len(target),), target=target)
-                for pair, weight in zip(norms, self._norm_weights, strict=True)
-                for name, target in zip(pair, weight, strict=True)
-            ),
-            *self.kv_scales.slots,
+        norms = names.q_norm, names.k_norm, index.q_norm, index.k_norm
+        norm_slots = [
+            WeightSlot(name, (len(target),), target=target)
+            for name, target in zip(norms, (*own_norm, *index_norm), strict=True)
         ]
+        self.kv_scales = KvScales(names)
+        self.slots = [*self._projection.slots, *self._out.slots, *norm_slots, *self.kv_scales.slots]
 
     def finish_loading(self) -> None:
         """Pack the weights for kernels. Raises `CheckpointError` for invalid KV scales."""

@@ -7,7 +7,6 @@ because their kernel table contains ops that split and merge.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,14 +15,7 @@ from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, CacheShard, PagedShape
 from negamax.kernels.attention.op import DECODE, PREFILL
 from negamax.kernels.block_sparse.op import BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
-from negamax.kernels.cache_shards.op import (
-    MERGE_PARTIALS,
-    OWN_ROWS,
-    PARTIAL_DECODE,
-    PARTIAL_PREFILL,
-    PARTIAL_SPARSE_DECODE,
-    PARTIAL_SPARSE_PREFILL,
-)
+from negamax.kernels.cache_shards import op as shards
 from negamax.kernels.kvcache.op import LOCATE, KvCache, TokenTables
 from negamax.kernels.op import AnyKernel, Kernel, Op
 from negamax.kernels.peers import Collective
@@ -32,10 +24,10 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import AttentionView
 
 _PARTIAL: dict[Op[Any, Any], Op[Any, Any]] = {
-    DECODE: PARTIAL_DECODE,
-    PREFILL: PARTIAL_PREFILL,
-    BLOCK_SPARSE_DECODE: PARTIAL_SPARSE_DECODE,
-    BLOCK_SPARSE_PREFILL: PARTIAL_SPARSE_PREFILL,
+    DECODE: shards.PARTIAL_DECODE,
+    PREFILL: shards.PARTIAL_PREFILL,
+    BLOCK_SPARSE_DECODE: shards.PARTIAL_SPARSE_DECODE,
+    BLOCK_SPARSE_PREFILL: shards.PARTIAL_SPARSE_PREFILL,
 }
 
 
@@ -49,12 +41,23 @@ def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable
     view, group = context.layout.attention, context.cache_group
     if view.cache_size == 1:
         return kernels
-    merge = kernels[MERGE_PARTIALS].run
-    replaced: dict[Op[Any, Any], tuple[AnyKernel, ...]] = {
-        op: (_Merged(kernels[part], merge, group).as_kernel(op),) for op, part in _PARTIAL.items()
-    }
-    locate = partial(_locate, kernels[LOCATE].run, kernels[OWN_ROWS].run, cache_shard(view))
-    replaced[LOCATE] = (replace(kernels[LOCATE], run=locate),)
+    merge = kernels[shards.MERGE_PARTIALS].run
+    replaced: dict[Op[Any, Any], tuple[AnyKernel, ...]] = {}
+    for op, part in _PARTIAL.items():
+        merged = _Merged(kernels[part], merge, group)
+        replaced[op] = (Kernel(op, kernels[part].provider, merged.run, merged.prepare),)
+    locate, own_rows, shard = kernels[LOCATE].run, kernels[shards.OWN_ROWS].run, cache_shard(view)
+
+    def locate_own(
+        tokens: TokenTables, frequencies: Tensor, *, kv_heads: int, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map tokens in other ranks' blocks to the padding block."""
+        sizes = {"heads": kv_heads, "block_size": block_size}
+        cos, sin, _ = locate(tokens, frequencies, kv_heads=kv_heads, block_size=block_size)
+        rows = own_rows(tokens, rank=shard.rank, ranks=shard.ranks, first=1, **sizes)
+        return cos, sin, rows.clamp_min_(0)
+
+    replaced[LOCATE] = (replace(kernels[LOCATE], run=locate_own),)
     return replace(kernels, candidates={**kernels.candidates, **replaced})
 
 
@@ -74,9 +77,6 @@ class _Merged:
     merge: Callable[..., Hidden]
     group: Collective
 
-    def as_kernel(self, op: Op[Any, Any]) -> AnyKernel:
-        return Kernel(op, self.part.provider, self.run, self.prepare)
-
     def prepare(self, queries: AttentionMetadata, shape: PagedShape) -> _Plan:
         return _Plan(self.part.prepare(queries, replace(shape, quantize=False)), shape.quantize)
 
@@ -87,21 +87,3 @@ class _Merged:
         count = q.shape[1] // self.group.size
         first = self.group.rank * count
         return self.merge(own, self.group, first=first, count=count, quantize=plan.quantize)
-
-
-def _locate(
-    locate: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    own_rows: Callable[..., Tensor],
-    shard: CacheShard,
-    tokens: TokenTables,
-    frequencies: Tensor,
-    *,
-    kv_heads: int,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Map tokens in other ranks' blocks to the padding block."""
-    cos, sin, _ = locate(tokens, frequencies, kv_heads=kv_heads, block_size=block_size)
-    rows = own_rows(
-        tokens, rank=shard.rank, ranks=shard.ranks, first=1, heads=kv_heads, block_size=block_size
-    )
-    return cos, sin, rows.clamp_min_(0)

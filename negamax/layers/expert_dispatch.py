@@ -97,40 +97,30 @@ class TokenExchange:
         return self._sum(out, given.ids, experts=self._experts, group=self._group)[:num_tokens]
 
     def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
-        ids, received = self._send(
-            own.ids,
-            [own.weights, *columns],
-            experts=self._experts,
-            group=self._group,
-            num_rows=num_rows,
-        )
+        sent, experts, group = [own.weights, *columns], self._experts, self._group
+        ids, received = self._send(own.ids, sent, experts=experts, group=group, num_rows=num_rows)
         return [ids, *received]
 
 
 class ReplicatedTokens:
     """The dispatch for an expert group in which every rank has all tokens. Each rank runs the
     experts in its own slots. No token is sent; the next norm sums outputs over the group. Without
-    an `ExpertMap`, expert i is in slot i and no kernel is launched. This rank has slots first ..
-    first + len(experts) - 1.
+    an `ExpertMap` in `map`, expert i is in slot i and no kernel is launched. `slots`: this rank's
+    slots. `experts`: the initial expert of each of these slots.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
         self.table, context = tuple(table), setup.context  # initial expert of each slot
-        slots = context.layout.experts.experts(len(self.table))
-        self.first, self._group = slots.start, context.expert_group
-        self.experts = [self.table[slot] for slot in slots]
+        self.slots, self._group = context.layout.experts.experts(len(table)), context.expert_group
+        self.experts = [table[slot] for slot in self.slots]
         assert len(set(self.experts)) == len(self.experts), "a rank has two copies of an expert"
         self._place = setup.kernels[PLACE].run
-        self._map: ExpertMap | None = None
-        if self.table != tuple(range(len(self.table))):
+        self.map: ExpertMap | None = None
+        if self.table != tuple(range(len(table))):
             device = setup.weights.device
-            counts = torch.zeros(1 + max(self.table), dtype=torch.int64, device=device)
-            most = max(map(self.table.count, self.table))
-            self._map = ExpertMap(self.table, most_copies=most, device=device, counts=counts)
-
-    def use_map(self, experts: ExpertMap) -> None:
-        """Look up the slots of experts in the map `experts` from the next call on."""
-        self._map = experts
+            counts = torch.zeros(1 + max(table), dtype=torch.int64, device=device)
+            most = max(map(self.table.count, table))
+            self.map = ExpertMap(table, most_copies=most, device=device, counts=counts)
 
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
@@ -142,11 +132,11 @@ class ReplicatedTokens:
         self, ids: Tensor, positions: Tensor | None, *, are_counted: bool = True
     ) -> Tensor:
         """Find the slots of the experts `ids` of tokens at `positions`."""
-        if self._map is None:
+        if self.map is None:
             return ids
         if positions is None:
             positions = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-        slots, copies, counts = self._map.tensors
+        slots, copies, counts = self.map.tensors
         counts = counts if are_counted else torch.empty_like(counts)
         return self._place(ids, positions, slots, copies, counts)
 

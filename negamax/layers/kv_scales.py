@@ -24,9 +24,8 @@ class KvScales:
 
     def finish_loading(self) -> None:
         """Raises `CheckpointError` for an invalid scale, or if only one scale is stored."""
-        written, absent = (
-            [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
-        )
+        written = [slot.name for slot in self.slots if slot.written]
+        absent = [slot.name for slot in self.slots if not slot.written]
         if written and absent:
             raise CheckpointError(
                 f"the checkpoint has {written[0]} but not {absent[0]}; store both scales or neither"

@@ -52,12 +52,8 @@ class ColumnParallel(_Linear):
     def __init__(self, parts: Sequence[ProjectionPart], inputs: int, *, setup: LayerSetup) -> None:
         shape = (sum(len(part.rows) for part in parts), inputs)
         is_cut = len(parts) > 1 or len(parts[0].rows) < parts[0].total_rows
-        super().__init__(
-            [part.name for part in parts],
-            shape,
-            setup=setup,
-            shares=[(Axis.ROWS, len(part.rows)) for part in parts] if is_cut else [],
-        )
+        shares = [(Axis.ROWS, len(part.rows)) for part in parts] if is_cut else []
+        super().__init__([part.name for part in parts], shape, setup=setup, shares=shares)
         self.slots, first = [], 0
         for part in parts:
             self.slots += self._matrix.slots(
@@ -84,12 +80,10 @@ def stack_rows(
     first, (part, _) = copies[0].format, parts[0]
     kept = [tensor for tensor in first.tensors if tensor.is_kept]
     axes = {tensor.name: [dim.axis for dim in tensor.held().dims] for tensor in kept}
-    if any(copy.format != first for copy in copies) or not all(
-        Axis.ROWS in of_tensor for of_tensor in axes.values()
-    ):
-        alone = [
-            (one._run, one._prepare(copy)) for (one, _), copy in zip(parts, copies, strict=True)
-        ]
+    is_alike = all(copy.format == first for copy in copies)
+    if not is_alike or not all(Axis.ROWS in of_tensor for of_tensor in axes.values()):
+        pairs = zip(parts, copies, strict=True)
+        alone = [(one._run, one._prepare(copy)) for (one, _), copy in pairs]
         return lambda x: [run(x, weight, LIKE_INPUT) for run, weight in alone]
     joined = {
         name: torch.cat([copy.tensors[name] for copy in copies], dim=of_tensor.index(Axis.ROWS))

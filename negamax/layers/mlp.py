@@ -27,11 +27,8 @@ class Mlp:
         view = setup.context.layout.attention
         rows = shard(width, rank=view.rank, size=view.size, what="MLP intermediate size")
         self._swiglu, self._between = setup.kernels[SWIGLU].run, activation
-        self._gate_up = ColumnParallel(
-            [ProjectionPart(name, width, rows) for name in (names.gate, names.up)],
-            hidden_size,
-            setup=setup,
-        )
+        parts = [ProjectionPart(name, width, rows) for name in (names.gate, names.up)]
+        self._gate_up = ColumnParallel(parts, hidden_size, setup=setup)
         self._down = RowParallel(names.down, (hidden_size, width), columns=rows, setup=setup)
         self.activation = self._gate_up.activation  # quantized format of x that the MLP accepts
         self._quantize = self._down.activation == E4M3_GROUPS

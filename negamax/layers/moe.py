@@ -67,13 +67,8 @@ class SparseMoe:
                 table = (*table, num_experts)
                 experts.append(shared)
             else:
-                self._shared_mlp = Mlp(
-                    shared,
-                    hidden_size=hidden_size,
-                    width=shared_width,
-                    activation=activation,
-                    setup=setup,
-                )
+                sizes = {"hidden_size": hidden_size, "width": shared_width}
+                self._shared_mlp = Mlp(shared, **sizes, activation=activation, setup=setup)
         self._dispatch = expert_dispatch(table, setup=setup)
         self.table = self._dispatch.table  # the initial expert of each slot
         self.num_experts, self.top_k = num_experts, top_k
@@ -112,11 +107,10 @@ class SparseMoe:
     ) -> list[WeightSlot]:
         """Create the matrices of this rank's experts. Gate rows come before up rows."""
         here, view = self._dispatch.experts, setup.context.layout.experts
-        local = [name for each in here for name in _matrices(experts[each])]
-        self._experts_kernel, held, reason = choose_kernel(
-            EXPERTS, local, setup, columns=hidden_size
-        )
-        narrow, unit = held.split_width(width // view.tp, self._experts_kernel.reads)
+        local = [name for each in here for name in experts[each]]
+        kernel, held, reason = choose_kernel(EXPERTS, local, setup, columns=hidden_size)
+        self._experts_kernel = kernel
+        narrow, unit = held.split_width(width // view.tp, kernel.reads)
         share = view.width(width, unit=unit)
         rows, everything = share.part, range(hidden_size)
         padded = len(rows) < share.size
@@ -140,12 +134,10 @@ class SparseMoe:
     def finish_loading(self) -> None:
         """Pack the router and the experts for their kernels and free the unpacked copies."""
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
-        self._router = route(self._gate, self._bias, scaling=self._scaling, shared=self._is_shared)
+        shared = self._is_shared
+        self._router = route(self._gate, self._bias, scaling=self._scaling, shared=shared)
         self._prepared = experts(
-            self._gate_up.take(),
-            self._down.take(),
-            activation=self._between,
-            shared=self._is_shared,
+            self._gate_up.take(), self._down.take(), activation=self._between, shared=shared
         )
         if self._shared_mlp is not None:
             self._shared_mlp.finish_loading()
@@ -162,8 +154,8 @@ class SparseMoe:
 
     @property
     def slots_here(self) -> range:
-        first = self._dispatch.first
-        return range(first, first + len(self._dispatch.experts))
+        """The expert slots of this rank."""
+        return self._dispatch.slots
 
     @property
     def expert_weights(self) -> ExpertWeights:
@@ -173,7 +165,7 @@ class SparseMoe:
 
     def use_map(self, experts: ExpertMap) -> None:
         """Use the map `experts` from the next call on, except in CUDA graphs captured before."""
-        self._dispatch.use_map(experts)
+        self._dispatch.map = experts
 
     def observe(self, ids: Tensor | None) -> None:
         """In each later call, write the selected experts of the call's first tokens to `ids`
@@ -229,10 +221,8 @@ class SparseMoe:
                 shared = self._shared_mlp(x)
         if self._quantize is not None:
             x = self._quantize(x)
-        given = self._dispatch.dispatch(x, ids, weights, tokens)
-        selected = SelectedExperts(
-            given.ids, given.weights, self._dispatch.first, len(self._dispatch.experts)
-        )
+        given, slots = self._dispatch.dispatch(x, ids, weights, tokens), self.slots_here
+        selected = SelectedExperts(given.ids, given.weights, slots.start, len(slots))
         out: Tensor = self._experts_kernel.run(given.x, selected, self.expert_weights)
         part = self._dispatch.combine(out, given, len(ids))
         if shared is not None:
@@ -260,11 +250,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _formats(names: MlpNames, weights: WeightFormat) -> set[TensorFormat]:
-    return {weights.stored(name) for name in _matrices(names)}
-
-
-def _matrices(names: MlpNames) -> tuple[str, str, str]:
-    return names.gate, names.up, names.down
+    return {weights.stored(name) for name in names}
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:

@@ -1,6 +1,7 @@
 """Tensor names of a layer in checkpoints, as the model family defines the names."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class AttentionNames:
         return self.q, self.k, self.v
 
 
-@dataclass(frozen=True)
-class MlpNames:
+class MlpNames(NamedTuple):
     gate: str
     up: str
     down: str

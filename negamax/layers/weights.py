@@ -213,12 +213,8 @@ class MatrixWeight:
         source = self._weights.stored(name)
         if self.format is PLAIN:
             target = None if region is None else self._place_of(PLAIN.values, region, at)
-            part = region or ()
-            return [
-                WeightSlot(
-                    name, shape, target=target, region=part, source=source, reason=self._reason
-                )
-            ]
+            part, why = region or (), self._reason
+            return [WeightSlot(name, shape, target=target, region=part, source=source, reason=why)]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
         # if `region` is None, this rank keeps no tensor, and the code below does not use `held`
@@ -253,12 +249,9 @@ class MatrixWeight:
 
     def copy_rows(self, rows: range) -> StoredWeight:
         """Copy `rows` of the loaded matrix. `rows` must not cut a quantization group."""
-        region, tensors = (rows, range(self._num_columns)), self.format.tensors
-        parts = {
-            tensor.name: self._place_of(tensor, region, (rows.start,)).clone()
-            for tensor in tensors
-            if tensor.is_kept
-        }
+        region, at = (rows, range(self._num_columns)), (rows.start,)
+        kept = [tensor for tensor in self.format.tensors if tensor.is_kept]
+        parts = {tensor.name: self._place_of(tensor, region, at).clone() for tensor in kept}
         return StoredWeight(self.format, parts)
 
     def take(self) -> StoredWeight:
