@@ -109,19 +109,12 @@ class ParallelContext:
             if len(ranks) == 1:
                 groups[ranks] = SingleRank()
                 continue
-            peers = shared = None
+            connected = None
             if ranks in kernel_groups:
-                tokens, sampled, token_words = kernel_groups[ranks]
                 connected = symmetric.connect(
-                    group,
-                    device,
-                    hidden_size=hidden_size,
-                    max_tokens=tokens,
-                    max_rows=sampled,
-                    control=control,
-                    token_words=token_words,
+                    group, device, *kernel_groups[ranks], hidden_size=hidden_size, control=control
                 )
-                peers, shared = connected or (None, None)
+            peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
         links = PipelineLinks.connect(layout, backend=backend, device=device, has_drafts=has_drafts)
         return ParallelContext._of(layout, groups, links, control)

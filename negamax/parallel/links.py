@@ -89,16 +89,12 @@ class PipelineLinks:
                 if layout.rank in (sender, receiver):
                     peer = receiver if layout.rank == sender else sender
                     made[sender, receiver] = Link(group, peer, kept=kept)
-        rank, ranks = layout.rank, layout.pipeline_ranks
-        at = layout.pp_rank
+        rank, ranks, at = layout.rank, layout.pipeline_ranks, layout.pp_rank
+        sampled = [(ranks[-1], listener) for listener in ranks[:-1]]
         links = PipelineLinks(
             None if layout.is_first_stage else made[ranks[at - 1], rank],
             None if layout.is_last_stage else made[rank, ranks[at + 1]],
-            tuple(
-                made[ranks[-1], listener]
-                for listener in ranks[:-1]
-                if (ranks[-1], listener) in made
-            ),
+            tuple(made[pair] for pair in sampled if pair in made),
         )
         links._open(layout, device)
         return links

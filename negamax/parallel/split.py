@@ -31,12 +31,8 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
         most = spec.num_heads if gpus is None else gpus // stages
         possible = list(possible_splits(spec, most=most))
         cut = [each.tensor_parallel_size for each in possible if not each.enable_expert_parallel]
-        whole = [
-            each.tensor_parallel_size
-            for each in possible
-            if each.enable_expert_parallel
-            and (layout.ep > 1 or each.tensor_parallel_size not in cut)
-        ]
+        whole = [each.tensor_parallel_size for each in possible if each.enable_expert_parallel]
+        whole = [size for size in whole if layout.ep > 1 or size not in cut]
         hint = f"use --tensor-parallel-size {', '.join(map(str, cut))}"
         hint += " without expert parallelism" if layout.ep > 1 else ""
         if whole:

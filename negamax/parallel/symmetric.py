@@ -41,12 +41,10 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # each rank sums 16-byte units
-        return (
-            tensor.dtype == self.memory.dtype
-            and whole_slices
-            and 0 < tensor.numel() <= self.memory.numel()
-        )
+        size = tensor.numel()
+        is_divisible = size % (8 * self.world) == 0  # each rank sums 16-byte units
+        is_same = tensor.dtype == self.memory.dtype
+        return is_same and is_divisible and 0 < size <= self.memory.numel()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the bf16 sum over the ranks, which is valid until the next call."""
@@ -59,17 +57,18 @@ class SharedBuffer:
 def connect(
     group: dist.ProcessGroup,
     device: torch.device,
-    *,
-    hidden_size: int,
     max_tokens: int,
     max_rows: int,
+    token_words: int,
+    *,
+    hidden_size: int,
     control: PollControl,
-    token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
     """Allocate peer memory for rows of `hidden_size` numbers, norm statistics of `max_tokens`
-    tokens, and `max_rows` sampled tokens. A token sent to an expert is a row of `token_words`
-    words. Every rank of `group` must call this function with the same sizes. Return None on all
-    ranks if the GPUs cannot access each other, or if the number of GPUs is not a power of two.
+    tokens, and `max_rows` sampled tokens. A token sent to an expert is a row of `token_words` words
+    (0: no tokens are sent). Every rank of `group` must call this function with the same sizes.
+    Return None on all ranks if the GPUs cannot access each other, or if the number of GPUs is not a
+    power of two.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -87,9 +86,8 @@ def connect(
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
     if _all_agree(problem is None, group):
-        memory, bases, barrier, problem = _share(
-            shared_words + sum(shard_words) + sum(sizes), group, device
-        )
+        num_words = shared_words + sum(shard_words) + sum(sizes)
+        memory, bases, barrier, problem = _share(num_words, group, device)
         if _all_agree(problem is None, group):
 
             def addresses(word: int, *others: int) -> Tensor:
@@ -113,21 +111,11 @@ def connect(
                 flags = torch.zeros(rows, dtype=torch.int32, device=device)
                 regions.append(PeerRegion(addresses(first, control.address), flags, rows, words))
                 first += size
-            shared = SharedBuffer(
-                memory[:shared_words].view(torch.bfloat16), group.group_name, world
-            )
-            reduce, stats, pick, *tokens = regions
-            peers = PeerMemory(
-                rank,
-                world,
-                reduce,
-                stats,
-                pick,
-                shards=shards,
-                tokens=tokens[0] if tokens else None,
-                owner=(memory, control),
-            )
-            return peers, shared
+            sums = memory[:shared_words].view(torch.bfloat16)
+            reduce, stats, pick, *others = regions
+            tokens, owner = others[0] if others else None, (memory, control)
+            peers = PeerMemory(rank, world, reduce, stats, pick, shards, tokens, owner)
+            return peers, SharedBuffer(sums, group.group_name, world)
     logger.warning(
         "GPUs cannot access each other's memory (%s): NCCL computes every sum over ranks",
         problem or "reported by another rank",
@@ -157,10 +145,9 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
     here = platform_of(device)
     if Feature.PEER_MEMORY not in here.features:
         return f"no kernel writes the memory of other GPUs on {here.label}"
+    count, can_access = torch.cuda.device_count(), torch.cuda.can_device_access_peer
     for other in sorted(others):
-        if other < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(
-            device.index, other
-        ):
+        if other < count and not can_access(device.index, other):
             return f"no peer access from GPU {device.index} to GPU {other}"
     return None
 
