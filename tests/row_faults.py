@@ -7,6 +7,7 @@ from negamax import SamplingParams
 from negamax.scheduler.step import NewRow
 from negamax.worker import prompt_logprobs, sampler
 from negamax.worker import request_state as state_module
+from negamax.worker.batch import SampleInputs
 from negamax.worker.request_state import RequestState
 
 FAULTS = ("classify", "state", "fill", "late fill", "edit", "late edit", "prompt logprobs")
@@ -43,10 +44,10 @@ def install(rank: int, patch: Patch) -> None:
         patch(owner, name, faulty)
 
     def in_edit(
-        _logits: object, slot: int, *, bound: int, requests: RequestState, **_: object
+        _logits: object, row: int, inputs: SampleInputs, *, requests: RequestState, **_: object
     ) -> bool:
-        state = requests.state(slot)
-        is_late = bound >= state.prompt_len + LATE
+        state = requests.state(inputs.slots[row])
+        is_late = inputs.bounds[row] >= state.prompt_len + LATE
         return asks(state.sampling, "edit") or (is_late and asks(state.sampling, "late edit"))
 
     def in_fill(_rows: RequestState, row: NewRow) -> bool:

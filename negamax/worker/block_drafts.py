@@ -28,14 +28,12 @@ class BlockProposer(DraftModelProposer):
     def _build(self, setup: LayerSetup) -> dict[str, WeightSlot]:
         self._model = build(self._draft.spec, setup)
         if self._model.spec.confidence_width:
-            rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
-            shape = rows, self.num_draft_tokens
+            shape = self._most_rows + 1, self.num_draft_tokens
             self.confidences = torch.zeros(shape, device=setup.weights.device)
         return self._model.weight_slots()
 
     def _finish_loading(self, target: Decoder) -> None:
-        rows = max(self._config.max_num_seqs, self._config.cudagraph_size)
-        self._model.finish_loading(target, most_blocks=rows)
+        self._model.finish_loading(target, most_blocks=self._most_rows)
 
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int

@@ -113,19 +113,11 @@ class WorkerConfig:
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
         """Return the configuration for the ranks of one machine, which has its own folders."""
-        draft = self.draft
-        if draft is not None:
-            draft = replace(draft, folder=share.draft_folder)
-        return replace(
-            self,
-            folder=share.folder,
-            draft=draft,
-            weight_cache=share.weight_cache,
-            crash_dump_dir=share.crash_dump_dir,
-            kv_offloading_path=share.kv_offloading_path,
-            num_threads=share.num_threads,
-            addresses=replace(addresses, beats=share.beats, interface=share.interface),
-        )
+        draft = self.draft and replace(self.draft, folder=share.draft_folder)
+        addresses = replace(addresses, beats=share.beats, interface=share.interface)
+        names = "folder", "weight_cache", "crash_dump_dir", "kv_offloading_path", "num_threads"
+        own = {name: getattr(share, name) for name in names}
+        return replace(self, draft=draft, addresses=addresses, **own)
 
     @property
     def num_cpu_ranks(self) -> int:

@@ -1,23 +1,16 @@
 """Run a benchmark's commands between steps: measure expert load, step times and kernel times."""
 
+from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 from negamax.base.log import get_logger
 from negamax.layers.moe import mixtures
-from negamax.worker.config import (
-    DECODE_SECONDS,
-    DISTINCT_EXPERTS,
-    EXPERT_COUNTS,
-    OBSERVE_ROUTING,
-    START_PROFILE,
-    STOP_PROFILE,
-    DebugCommand,
-    DebugResult,
-    KernelTime,
-)
+from negamax.worker import config
+from negamax.worker.config import DebugCommand, DebugResult, KernelTime
 from negamax.worker.runner import ModelRunner
 from negamax.worker.step_output import expert_bytes
 
@@ -44,30 +37,25 @@ class DebugCommands:
 
     def run(self, command: DebugCommand) -> DebugResult:
         """Run `command` and return its result, which is empty if this rank has none."""
-        if command.name == OBSERVE_ROUTING:
-            on = command.argument == 1
+        if command.name == config.OBSERVE_ROUTING:
             self._routing = None
-            if on:
-                self._routing = [
-                    torch.full(
-                        (self._max_tokens, moe.top_k), -1, dtype=torch.int32, device=self._device
-                    )
-                    for moe in self._mixtures
-                ]
+            if command.argument == 1:
+                full = partial(torch.full, fill_value=-1, dtype=torch.int32, device=self._device)
+                self._routing = [full((self._max_tokens, moe.top_k)) for moe in self._mixtures]
             for moe, ids in zip(self._mixtures, self._routing or repeat(None), strict=False):
                 moe.observe(ids)
-        if command.name == DISTINCT_EXPERTS and self._routing is not None:
+        if command.name == config.DISTINCT_EXPERTS and self._routing is not None:
             chosen = [ids[: command.argument] for ids in self._routing]
             experts = [ids[ids >= 0].unique().tolist() for ids in chosen]
             for ids in self._routing:  # clear rows that smaller steps do not overwrite
                 ids.fill_(-1)
             return DebugResult(experts=experts)
-        if command.name == EXPERT_COUNTS and self._experts is not None:
+        if command.name == config.EXPERT_COUNTS and self._experts is not None:
             return DebugResult(counts=expert_bytes(self._experts.counts()))
-        if command.name == DECODE_SECONDS and self._graphs is not None:
+        if command.name == config.DECODE_SECONDS and self._graphs is not None:
             seconds = self._graphs.replay_seconds(command.argument, repeats=REPLAYS)
             return DebugResult(number=seconds)
-        if command.name == START_PROFILE:
+        if command.name == config.START_PROFILE:
             _synchronize()
             self._trace = command.path and f"{command.path}-rank{self._rank}.json.gz"
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -76,23 +64,16 @@ class DebugCommands:
                 activities = [*activities * bool(self._trace), torch.profiler.ProfilerActivity.CUDA]
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
-        if command.name == STOP_PROFILE and self._profiler is not None:
+        if command.name == config.STOP_PROFILE and self._profiler is not None:
             _synchronize()
-            self._profiler.stop()
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
             if self._trace:
-                self._write_trace(self._profiler)
-                self._profiler = None
+                self._write_trace(profiler)
                 return DebugResult()
-            on_gpu = torch.cuda.is_available()
-            kernels = [
-                KernelTime(
-                    entry.key,
-                    entry.count,
-                    entry.self_device_time_total if on_gpu else entry.self_cpu_time_total,
-                )
-                for entry in self._profiler.key_averages()
-            ]
-            self._profiler = None
+            where = "device" if torch.cuda.is_available() else "cpu"
+            describe = attrgetter("key", "count", f"self_{where}_time_total")
+            kernels = [KernelTime(*describe(entry)) for entry in profiler.key_averages()]
             return DebugResult(kernels=[kernel for kernel in kernels if kernel.microseconds > 0])
         return DebugResult()
 

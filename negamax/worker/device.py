@@ -81,13 +81,12 @@ def index_dtype(name: str, *, dtype: torch.dtype) -> torch.dtype:
 
 
 def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -> torch.dtype:
-    if name == "auto" or name == str(dtype).removeprefix("torch."):
+    own = str(dtype).removeprefix("torch.")
+    if name in ("auto", own):
         return dtype
     if name in ("fp8", "fp8_e4m3") and has_fp8:
         return torch.float8_e4m3fn
-    allowed = f"auto or {str(dtype).removeprefix('torch.')}" + (
-        ", fp8" if has_fp8 else "; fp8 needs a GPU"
-    )
+    allowed = f"auto or {own}" + (", fp8" if has_fp8 else "; fp8 needs a GPU")
     raise ConfigError(f"{option} is {name}; allowed on this device: {allowed}")
 
 
@@ -168,11 +167,8 @@ class CudaGraphPool:
 def pool_bytes(pool: tuple[int, int]) -> int:
     """Return the GPU memory of the graphs in `pool`, in bytes."""
     segments = torch.cuda.memory_snapshot()
-    return sum(
-        segment["total_size"]
-        for segment in segments
-        if tuple(segment["segment_pool_id"]) == tuple(pool)
-    )
+    own = (each for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))
+    return sum(segment["total_size"] for segment in own)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class DraftModelProposer(Proposer):
         self.capture = draft.spec.aux_layers
         self._draws = config.speculation.draft_sample_method == "probabilistic"
         self._config, self._draft, self._kernels = config, draft, kernels
+        self._most_rows = max(config.max_num_seqs, config.cudagraph_size)
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._record = kernels[RECORD_DRAFTS].run
         self._plan = None
@@ -60,7 +61,7 @@ class DraftModelProposer(Proposer):
             fill_synthetic(self._keep_drawn(slots), spec, self._config.seed, device=device)
             summary = "synthetic weights"
             self._finish_loading(target)
-        rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
+        rows = self._most_rows + 1
         self._starts = torch.arange(rows, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows * self.num_draft_tokens, dtype=torch.int64, device=device)
         self._greedy = torch.zeros(1, len(FILTERS), device=device)  # `FILTERS` of a greedy row

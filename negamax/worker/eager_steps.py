@@ -40,22 +40,20 @@ _LONG, _SHORT = 16_384, 1024
 def compile_eager_steps(runner: ModelRunner) -> None:
     """Compile the kernels by launching the first layers for all sizes of steps."""
     model, config, requests = runner.model, runner.config, runner.requests
-    layers = warmup_layers(model.layers, config.kv_caches)
+    layers, slot = warmup_layers(model.layers, config.kv_caches), requests.padding_slot
     entering = None
     if not model.is_first_stage:
         shape = config.max_num_batched_tokens, config.spec.hidden_size
         entering = requests.tokens.new_zeros(shape, dtype=model.dtype)
     with warming_up(runner.context, shows=config.show_progress):
         for num_decodes, num_prompt_tokens, num_computed, longest in step_sizes(config):
-            requests.num_computed[requests.padding_slot] = num_computed
-            layout = _layout(
-                num_decodes,
-                cut(num_prompt_tokens, longest),
-                slot=requests.padding_slot,
-                num_computed=num_computed,
-            )
+            requests.num_computed[slot] = num_computed
+            counts = [1] * num_decodes + cut(num_prompt_tokens, longest)
+            columns = StepColumns.of_decodes([slot] * len(counts), counts)
+            bounds = columns.end_offsets + num_computed
+            layout = BatchLayout.without_samples(num_decodes, columns, bounds)
             _launch(layout, runner, runner.caches[:layers], entering)
-    requests.num_computed[requests.padding_slot] = 0
+    requests.num_computed[slot] = 0
 
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
@@ -77,13 +75,6 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
     long = min(longest, _LONG)
     yield from ((num_rows, 1, long - 1, longest) for num_rows in rows if num_rows < most)
     yield from ((0, size, long - size, longest) for size in sorted(powers) if size < long)
-
-
-def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:
-    """Lay out decodes and prompts, which all use `slot`. `prompts`: length of each prompt."""
-    counts = [1] * num_decodes + prompts
-    columns = StepColumns.of_decodes([slot] * len(counts), counts)
-    return BatchLayout.without_samples(num_decodes, columns, columns.end_offsets + num_computed)
 
 
 def _launch(

@@ -30,6 +30,7 @@ from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.eagle3.model import Eagle3Draft, build
 from negamax.parallel.collectives import Partial, SingleRank
+from negamax.worker.batch import StepInputs, metadata_of
 from negamax.worker.config import WorkerConfig
 from negamax.worker.draft_model import DraftModelProposer
 from negamax.worker.proposer import DraftRows, TokenStates
@@ -112,17 +113,9 @@ class Eagle3Proposer(DraftModelProposer):
         """Return metadata of one token per slot. `seq_lens` is [R] int32, and others are int64."""
         # the host has the sequence lengths only if the device is a CPU
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
-        return AttentionMetadata(
-            positions=positions,
-            token_slots=slots,
-            block_tables=requests.block_tables,
-            block_table_indices=slots,
-            seq_lens=seq_lens,
-            query_starts=self._starts[: len(slots) + 1],
-            num_decodes=len(slots),
-            host_seq_lens=host,
-            host_query_lens=(1,) * len(host),
-        )
+        lengths = {"host_seq_lens": host, "host_query_lens": (1,) * len(host)}
+        inputs = StepInputs(slots, slots, positions, seq_lens, self._starts[: len(slots) + 1])
+        return metadata_of(inputs, requests, num_decodes=len(slots), **lengths)
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:

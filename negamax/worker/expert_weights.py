@@ -43,20 +43,14 @@ class ExpertRecorder:
             for moe in mixtures([layer])
         }
         self._tables = {number: list(moe.table) for number, moe in self._mixtures.items()}
-        self._maps = {}
+        self._maps, most = {}, min(layout.ep, 1 + layout.redundant_experts)
         for number, moe in self._mixtures.items():
-            self._maps[number] = ExpertMap(
-                moe.table,
-                most_copies=min(layout.ep, 1 + layout.redundant_experts),
-                device=device,
-                counts=self._counts[number, : 1 + max(moe.table)],
-            )
-            moe.use_map(self._maps[number])
+            counts = self._counts[number, : 1 + max(moe.table)]
+            own = ExpertMap(moe.table, most_copies=most, device=device, counts=counts)
+            self._maps[number] = own
+            moe.use_map(own)
         # tensor-parallel ranks count the same tokens, so only their first rank's counts are summed
-        counting = [
-            rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
-        ]
-        self._counting_ranks = torch.tensor(counting, device=device)
+        self._counting_ranks = torch.arange(0, layout.world_size, layout.tp, device=device)
         self._gather()  # opens the connections between all ranks before requests arrive
 
     def reset(self) -> None:

@@ -43,6 +43,9 @@ from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 from negamax.worker.verify import VerifiedRows, Verifier
 
+# `AttentionMetadata` of a captured step, whose sequence lengths are only on the device
+_NO_LENGTHS: dict[str, Any] = {"host_seq_lens": (), "host_query_lens": ()}
+
 
 @dataclass(frozen=True)
 class StepBuffers:
@@ -92,20 +95,14 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
         device = requests.tokens.device
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         # this buffer contains the padded `StepColumns` of a step, then the step's number of tokens
-        self._columns = torch.zeros(
-            max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
-        )
-        self._places = torch.zeros(
-            max(shape.num_tokens + shape.num_seqs for shape in every),
-            dtype=torch.int64,
-            device=device,
-        )
-        self._words = torch.zeros(  # sequence lengths, query starts and number of tokens
-            max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
-        )
+        self._columns = zeros(max(sum(_widths(shape)) for shape in every))
+        self._places = zeros(max(shape.num_tokens + shape.num_seqs for shape in every))
+        most_words = max(2 * shape.num_seqs + 2 for shape in every)
+        self._words = zeros(most_words, dtype=torch.int32)  # values of `_words_of`
         # for each token: the token id, and the sequence length up to this token (0: padding)
-        self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
+        self._token_ids, self._ends = zeros(2, num_tokens)
         # query starts of a step with one token per query
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
         self._images = None  # image row of each token of a step with prompts; None: no images
@@ -113,32 +110,20 @@ class StepGraphs:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
             self._images = ImageRows(none, image_rows)
         self._has_images = False  # whether a token of the last step read an image row
-        states = (num_tokens, model.spec.hidden_size)
+        states = partial(zeros, num_tokens, model.spec.hidden_size, dtype=kernels.dtype)
+        num_logits = num_sampled if model.is_last_stage else 0
         self.buffers = StepBuffers(
-            hidden=torch.zeros(states, dtype=kernels.dtype, device=device),
-            entering=None
-            if model.is_first_stage
-            else torch.zeros(states, dtype=kernels.dtype, device=device),
-            residuals=[
-                torch.zeros(states, dtype=kernels.dtype, device=device) for _ in self._layers
-            ],
-            logits=torch.zeros(
-                num_sampled if model.is_last_stage else 0,
-                len(model.vocab_range),
-                dtype=torch.float32,
-                device=device,
-            ),
-            token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
-            num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
+            hidden=states(),
+            entering=None if model.is_first_stage else states(),
+            residuals=[states() for _ in self._layers],
+            logits=zeros(num_logits, len(model.vocab_range), dtype=torch.float32),
+            token_ids=zeros(num_sampled),
+            num_accepted=zeros(num_sampled),
         )
         # for each row of a step with drafts, `_lengths` is its length with the bonus token,
         # `_last_tokens` the index of its last accepted token, and `_drafts` its draft tokens
-        self._lengths, self._last_tokens = torch.zeros(
-            2, num_sampled, dtype=torch.int64, device=device
-        )
-        self._drafts = torch.zeros(
-            num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
-        )
+        self._lengths, self._last_tokens = zeros(2, num_sampled)
+        self._drafts = zeros(num_sampled, requests.drafts.shape[1])
         # shape -> graph of its step; shapes that sample have a second graph for `draw` or `finish`
         self._graphs: dict[StepShape, list[Graph]] = {}
         # shape -> columns of the latest step, and computed tokens per slot before the step
@@ -280,16 +265,9 @@ class StepGraphs:
 
     def _run_layers(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
         """Run the layers of a batch, and copy the results out of the graphs' shared memory."""
-        inputs = self._place(shape)
         seq_lens, query_starts, active = self._words_of(shape)
-        metadata = metadata_of(
-            replace(inputs, seq_lens=seq_lens, query_starts=query_starts),
-            self._requests,
-            active=active,
-            num_decodes=0,
-            host_seq_lens=(),
-            host_query_lens=(),
-        )
+        inputs = replace(self._place(shape), seq_lens=seq_lens, query_starts=query_starts)
+        metadata = metadata_of(inputs, self._requests, active=active, num_decodes=0, **_NO_LENGTHS)
         images = self._images
         if images is not None:
             images = ImageRows(images.at[: shape.num_tokens], images.rows)
@@ -349,17 +327,14 @@ class StepGraphs:
         num_tokens, num_seqs = shape[:2]
         inputs, firsts = self._inputs(shape), self._inputs(shape).query_starts[:-1]
         rows = VerifiedRows(inputs.slots, self._counts(shape), inputs.seq_lens, firsts, firsts)
+        outputs = self.buffers.num_accepted, self._lengths, self._last_tokens
         self._verifier(
             rows,
             self.buffers.token_ids[:num_tokens],
             self.drafts(shape) if shape.num_drafts else None,
             TokenStates(metadata or self._decode_metadata(shape), self.residuals(num_tokens)),
             num_proposed=shape.num_drafts,
-            out=(
-                self.buffers.num_accepted[:num_seqs],
-                self._lengths[:num_seqs],
-                self._last_tokens[:num_seqs],
-            ),
+            out=tuple(each[:num_seqs] for each in outputs),
         )
 
     def _place(self, shape: StepShape) -> StepInputs:
@@ -398,13 +373,8 @@ class StepGraphs:
         if shape.num_drafts:
             runs = DecodeRuns(inputs.slots, seq_lens, inputs.query_starts)
             seq_lens = self._ends[:num_tokens].int()
-        alone = StepInputs(
-            inputs.token_slots,
-            inputs.token_slots,
-            inputs.positions,
-            seq_lens,
-            self._query_starts[: num_tokens + 1],
-        )
+        slots, starts = inputs.token_slots, self._query_starts[: num_tokens + 1]
+        alone = StepInputs(slots, slots, inputs.positions, seq_lens, starts)
         return metadata_of(
             alone,
             self._requests,
@@ -412,8 +382,7 @@ class StepGraphs:
             num_decodes=num_tokens,
             max_decode_run=shape.max_query_len,
             decode_runs=runs,
-            host_seq_lens=(),
-            host_query_lens=(),
+            **_NO_LENGTHS,
         )
 
     def _store(self, shape: StepShape, token_ids: Tensor) -> None:

@@ -6,7 +6,6 @@ context parallelism, all ranks with the encoding rank's weights get the image ro
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,14 +24,6 @@ from negamax.worker.request_state import RequestState
 # One run of the tower encodes at most 5184 image tokens (2016 x 2016 pixels) or one larger image.
 _RUN_TOKENS = 5184
 _MOST_TOKENS = 16_384  # image tokens of the largest image (3584 x 3584 pixels)
-
-
-@dataclass(frozen=True)
-class _Broken:
-    """The pool pages of an image that could not be encoded, and the error."""
-
-    pages: frozenset[int]
-    error: Exception
 
 
 class ImageEncoder:
@@ -58,7 +49,8 @@ class ImageEncoder:
         self.num_tokens, self._device = num_tokens, requests.tokens.device
         shape = (num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
         self._pool = torch.zeros(shape, dtype=dtype, device=self._device)
-        self._broken: list[_Broken] = []
+        # pool pages of each image that could not be encoded, and the error
+        self._broken: list[tuple[frozenset[int], Exception]] = []
         self._partial: PartialImages | None = None  # image of which some parts are encoded
 
     @property
@@ -72,8 +64,7 @@ class ImageEncoder:
         last = [job for job in plan.encodes if job.is_last]
         for job in plan.encodes:
             if not job.parts[0]:
-                pages = frozenset(job.pages)
-                self._broken = [each for each in self._broken if each.pages.isdisjoint(pages)]
+                self._broken = [each for each in self._broken if each[0].isdisjoint(job.pages)]
         for job in last:
             if job.rank != self._rank:
                 self._pool[indices(job.pages, self._device)] = 0
@@ -86,15 +77,14 @@ class ImageEncoder:
                 self._partial = None
                 for job in jobs:
                     self._pool[indices(job.pages, self._device)] = 0
-                    self._broken.append(_Broken(frozenset(job.pages), error))
+                    self._broken.append((frozenset(job.pages), error))
         if last and self._copies.size > 1:
             at = indices([page for job in last for page in job.pages], self._device)
             self._pool[at] = self._copies.all_reduce(self._pool[at])
-        if self._broken:
-            for run in plan.images:
-                for each in self._broken:
-                    if not each.pages.isdisjoint(run.pages):
-                        self._requests.fail(run.slot, each.error)
+        for run in plan.images:
+            for pages, error in self._broken:
+                if not pages.isdisjoint(run.pages):
+                    self._requests.fail(run.slot, error)
 
     def find_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> Column | None:
         """Return each token's image row, [T] (-1: no image), or None if `runs` is empty."""

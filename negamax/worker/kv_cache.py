@@ -12,13 +12,10 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes, slot_bytes
-from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
-from negamax.models.drafts import DraftSpec
 from negamax.models.family import INT8_CACHE
 from negamax.models.memory import draft_bytes, expert_padding, weight_bytes
-from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
@@ -67,6 +64,21 @@ def allocate(
     return [{cache.name: next(pools[cache]) for cache in layer} for layer in caches]
 
 
+def allocate_own(
+    config: WorkerConfig,
+    num_blocks: int,
+    *,
+    layers: int | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: bool = False,
+) -> list[KvCaches]:
+    """Allocate the caches of a rank's first `layers` layers (None: all); see `allocate`."""
+    caches, size, ranks = config.kv_caches[:layers], config.block_size, config.layout.attention.size
+    options = {"block_size": size, "ranks": ranks, "shared": shared}
+    return allocate(caches, num_blocks, dtype=dtype, device=device, **options)
+
+
 def _zeros(
     layers: int, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
@@ -93,10 +105,10 @@ def choose_blocks(
     config: WorkerConfig,
     *,
     dtype: torch.dtype,
-    workspace: int,
+    device: torch.device,
+    workspace: int = 0,
     encoding: int = 0,
     partial: int = 0,
-    device: torch.device,
 ) -> int:
     """Return how many KV blocks this rank can store. `dtype` is the default dtype of caches.
     `workspace`: GPU bytes of a step. `encoding`: GPU bytes to encode the largest image. An image
@@ -229,10 +241,11 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
 def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
     per_token = bytes_of_blocks(1, config, dtype=dtype) // config.block_size
-    index = {cache.dtype for layer in config.kv_caches for cache in layer if cache.is_index}
+    caches = [cache for layer in config.kv_caches for cache in layer]
+    index = {cache.dtype for cache in caches if cache.is_index}
     others = (f"{name} (index keys)" for name in index - {None, _name(dtype)})
     kinds = " and ".join((_name(dtype), *others))
-    is_sharded = any(cache.is_sharded for layer in config.kv_caches for cache in layer)
+    is_sharded = any(cache.is_sharded for cache in caches)
     shards = ", some blocks of each KV head on each rank" if config.layout.dcp > 1 else ""
     shards += ", a shard of the index keys on each rank" if is_sharded else ""
     asked, limit = config.kv_cache_memory or 0, ""
@@ -248,46 +261,33 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
     """Refuse sequences whose tokens and block tables exceed the free memory."""
-    item = 8 if device.type == "cpu" else 4
+    if device.type == "cpu":
+        item, free = 8, env.available_memory() // config.num_cpu_ranks
+    else:
+        item, free = 4, torch.cuda.mem_get_info(device)[0]
     per_row = slot_bytes(config.max_model_len, config.block_size, item=item)
-    free = (
-        env.available_memory() // config.num_cpu_ranks
-        if device.type == "cpu"
-        else torch.cuda.mem_get_info(device)[0]
-    )
     needed = per_row * (config.max_num_seqs + 1)
     if needed > free:
         raise ResourceError(
             f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens need "
-            f"{needed / GIB:.2f} GiB for token "
-            f"ids and block tables; {free / GIB:.2f} GiB are free",
+            f"{needed / GIB:.2f} GiB for token ids and block tables; {free / GIB:.2f} GiB are free",
             hint="lower --max-num-seqs or --max-model-len",
         )
 
 
-def check_weights_fit(
-    spec: ModelSpec,
-    *,
-    draft: DraftSpec | None = None,
-    kernels: KernelTable,
-    device: torch.device,
-    layout: ParallelLayout,
-) -> None:
+def check_weights_fit(config: WorkerConfig, *, kernels: KernelTable, device: torch.device) -> None:
     """Refuse weights that exceed the free memory of the GPU, or of the machine for CPU ranks."""
+    spec, layout, draft = config.spec, config.layout, config.own_draft
     on_gpu, num_ranks, kept = device.type == "cuda", layout.world_size, kernels.reads_stored
     padding = expert_padding(spec, kept=kept, layout=layout)
     if padding and layout.rank == 0:
         logger.info("each rank holds %s", padding)
-    dtype, of_draft = _name(kernels.dtype), 0
+    of_draft, sizes = 0, {"dtype": _name(kernels.dtype), "kept": kept}
     if draft is not None:
-        of_draft = draft_bytes(
-            draft, dtype=dtype, kept=kept, ranks=layout.tp, embeds=layout.is_first_stage
-        )
+        of_draft = draft_bytes(draft.spec, ranks=layout.tp, embeds=layout.is_first_stage, **sizes)
     counted = [layout] if on_gpu else [layout.replace_rank(rank) for rank in range(num_ranks)]
     of_draft *= 1 if on_gpu else layout.stage_size
-    needed = of_draft + sum(
-        weight_bytes(spec, dtype=dtype, kept=kept, layout=each) for each in counted
-    )
+    needed = of_draft + sum(weight_bytes(spec, layout=each, **sizes) for each in counted)
     if on_gpu:
         free = torch.cuda.mem_get_info(device)[0]
         more = "--tensor-parallel-size, --pipeline-parallel-size"

@@ -156,7 +156,7 @@ class Lane:
                 self.kinds, rank=self._rank, ranks=self._ranks, peers=len(command.lanes)
             )
             for peer, parts in reads.items():
-                self._mover.fetch(command.lanes[peer], parts, command.places, command)
+                self._mover.fetch(command.lanes[peer], parts, command)
         except Exception as error:
             problem = str(error) if isinstance(error, LaneError) else repr(error)
         seconds = time.monotonic() - started
@@ -193,19 +193,13 @@ class TcpMover:
         self._context, self._kinds = context, kinds
         self._sockets: dict[str, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
 
-    def fetch(
-        self,
-        endpoint: str,
-        parts: Sequence[HeadCopy],
-        places: list[int],
-        command: wire.ImportBlocks,
-    ) -> None:
-        """Fill the heads `parts` of the host blocks `places` from the lane at `endpoint`. A call
-        that fails with `LaneError` does not write blocks afterwards.
+    def fetch(self, endpoint: str, parts: Sequence[HeadCopy], command: wire.ImportBlocks) -> None:
+        """Fill the heads `parts` of the host blocks `command.places` from the lane at `endpoint`. A
+        call that fails with `LaneError` does not write blocks afterwards.
         """
-        words = sum(
-            self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
-        )  # number of 8-byte words of `parts` in one block
+        places = command.places
+        # number of 8-byte words of `parts` in one block
+        words = sum(self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts)
         size = max(1, wire.PIECE_BYTES // (8 * words))
         pieces = [slice(first, first + size) for first in range(0, len(places), size)]
         ranges = [

@@ -69,7 +69,7 @@ class Penalties:
 
 
 class Bias:
-    """`logit_bias`"""
+    """Implements `logit_bias`."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         return bool(params.logit_bias)
@@ -88,7 +88,7 @@ class Bias:
 
 
 class AllowedTokens:
-    """`allowed_token_ids`"""
+    """Implements `allowed_token_ids`."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         return bool(params.allowed_token_ids)

@@ -48,13 +48,7 @@ class NixlMover:
         ]
         self.description = wire.Description(self._agent.get_agent_metadata(), layouts)
 
-    def fetch(
-        self,
-        endpoint: str,
-        parts: Sequence[HeadCopy],
-        places: list[int],
-        command: wire.ImportBlocks,
-    ) -> None:
+    def fetch(self, endpoint: str, parts: Sequence[HeadCopy], command: wire.ImportBlocks) -> None:
         self._messages.send(endpoint, wire.ReadBlocks([], [], command.remote_step))
         self._messages.receive(endpoint)  # the peer replies when its host blocks are complete
         agent, description = self._find_peer(endpoint)
@@ -62,15 +56,11 @@ class NixlMover:
         pairs = []
         for part in parts:
             here, there, count = own[part.kind], theirs[part.kind], part.num_heads
-            pairs.append(
-                (
-                    _describe_heads(here, places, part.own_head, count),
-                    _describe_heads(there, command.remote_places, part.remote_head, count),
-                )
-            )
-            whole = here.shape[2] == there.shape[2] == count  # True: a block's layers are adjacent
-            if whole:
-                pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
+            local = _describe_heads(here, command.places, part.own_head, count)
+            remote = _describe_heads(there, command.remote_places, part.remote_head, count)
+            if here.shape[2] == there.shape[2] == count:  # a block's layers are adjacent in memory
+                local, remote = (_join_layers(each, here.shape[1]) for each in (local, remote))
+            pairs.append((local, remote))
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))
         self._read(local, remote, agent)
 

@@ -11,7 +11,7 @@ import torch
 from negamax.base.log import get_logger
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.layers.attention import KvCaches
-from negamax.worker.kv_cache import allocate
+from negamax.worker.kv_cache import allocate_own
 from negamax.worker.proposer import DraftRows, TokenStates
 from negamax.worker.warmup import cut, warming_up, warmup_layers
 
@@ -28,27 +28,18 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     """
     model, config, requests = runner.model, runner.config, runner.requests
     proposer, device = runner.proposer, runner.device
-    num_tokens, block_size = config.max_num_batched_tokens, config.block_size
+    num_tokens = config.max_num_batched_tokens
     length = min(num_tokens, config.max_model_len)
     counts = cut(num_tokens, length)
-    blocks_each = -(-length // block_size)
-    kv = allocate(
-        config.kv_caches,
-        len(counts) * blocks_each,
-        block_size=block_size,
-        dtype=dtype,
-        ranks=config.layout.attention.size,
-        device=device,
-        shared=True,
-    )
+    blocks_each = -(-length // config.block_size)
+    kv = allocate_own(config, len(counts) * blocks_each, dtype=dtype, device=device, shared=True)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     # block tables have the width of `RequestState`, for which kernels are compiled
     tables = requests.block_tables.new_zeros(len(counts), requests.block_tables.shape[1])
-    tables[:, :blocks_each] = torch.arange(tables.shape[0] * blocks_each, device=device).view(
-        -1, blocks_each
-    )
+    blocks = torch.arange(len(counts) * blocks_each, device=device)
+    tables[:, :blocks_each] = blocks.view(-1, blocks_each)
     metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
     most, entering = config.max_num_seqs, None
@@ -83,9 +74,6 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     kv.clear()
     torch.cuda.empty_cache()
-    logger.info(
-        "a step of %d tokens takes %.2f GiB in addition to weights and cache",
-        num_tokens,
-        peak / 2**30,
-    )
+    text = "a step of %d tokens takes %.2f GiB in addition to weights and cache"
+    logger.info(text, num_tokens, peak / 2**30)
     return peak + peak // 8  # add an eighth for fragmentation of the allocator

@@ -93,15 +93,12 @@ class RequestState:
         """Apply the new rows and appended blocks of `plan`. Record failed rows in `failures`."""
         for row in plan.new_rows:
             self._assign(row)
-        if plan.appended_slots:
-            slots = np.array(plan.appended_slots, dtype=np.int64)
+        if appended := plan.appended_slots:
+            slots = np.array(appended, dtype=np.int64)
             columns = self._num_blocks[slots]
             # several new blocks of one slot use consecutive columns of its block table
-            if len(set(plan.appended_slots)) < len(slots):
-                columns += [
-                    plan.appended_slots[:i].count(slot)
-                    for i, slot in enumerate(plan.appended_slots)
-                ]
+            if len(set(appended)) < len(slots):
+                columns += [appended[:i].count(slot) for i, slot in enumerate(appended)]
             np.add.at(self._num_blocks, slots, 1)
             blocks = np.array(plan.appended_blocks, dtype=np.int64)
             rows, places, values = upload((slots, columns, blocks), self._device)
@@ -224,14 +221,9 @@ class RequestState:
 
     def _fill(self, row: NewRow) -> None:
         """Send the row's tokens, blocks and sampling parameters to the device."""
-        slot, params = row.slot, row.sampling
-        assert params.seed is not None
-        numbers = (
-            np.array(row.token_ids, dtype=np.int64),
-            np.array(row.block_ids, dtype=np.int64),
-            np.array([params.seed]),
-        )
-        tokens, blocks, seed = upload(numbers, self._device)
+        slot, lists = row.slot, (row.token_ids, row.block_ids, [row.sampling.seed])
+        columns = [np.array(numbers, dtype=np.int64) for numbers in lists]
+        tokens, blocks, seed = upload(columns, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
         # a draft model also writes KV of drafts, whose positions may be after the row's last block

@@ -5,6 +5,7 @@ state and captured steps.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -58,19 +59,14 @@ class ModelRunner:
         platform = platform_of(device)
         check_platform(platform, cache_dtypes=(cache_dtype, of_index), rank=config.layout.rank)
         self.kernels = kernels = resolve(platform=platform, dtype=dtype).select(config.kernels)
-        kv_cache.check_weights_fit(
-            config.spec,
-            draft=config.own_draft.spec if config.own_draft else None,
-            kernels=kernels,
-            device=device,
-            layout=config.layout,
-        )
+        kv_cache.check_weights_fit(config, kernels=kernels, device=device)
         kv_cache.check_rows_fit(config, device=device)
         load_plan = plan_loading(config, kernels=kernels, cache_dtype=cache_dtype)
         self.proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self.proposer.num_draft_tokens if self.proposer else 0
         self.context = context = open_context(config, device, num_draft_tokens)
-        self.model = build_model(config.spec, context=context, device=device, kernels=kernels)
+        shared: dict[str, Any] = {"context": context, "device": device, "kernels": kernels}
+        self.model = build_model(config.spec, **shared)
         with torch.inference_mode():
             load_summary = load_model(self.model, config, load_plan, device=device)
             if self.proposer is not None:
@@ -79,19 +75,9 @@ class ModelRunner:
                     load_summary += self.proposer.acceptance.load(device)
             load_summary += describe_kv_scales(self.model.layers, cache_dtype)
             if config.self_check:
-                check = SelfCheck(
-                    config,
-                    load_plan,
-                    kernels=kernels,
-                    context=context,
-                    cache_dtype=cache_dtype,
-                    device=device,
-                )
-                on_gpu = self.runtime.graph_pool is not None
-                warm_up = (
-                    partial(warming_up, context, shows=config.show_progress) if on_gpu else None
-                )
-                load_summary += check.run(self.model, warm_up)
+                check = SelfCheck(config, load_plan, cache_dtype=cache_dtype, **shared)
+                warm_up = partial(warming_up, context, shows=config.show_progress)
+                load_summary += check.run(self.model, warm_up if self.runtime.graph_pool else None)
             self.runtime.release_memory()  # release memory that only loading needed
             self.requests = RequestState(
                 config.max_num_seqs,
@@ -155,28 +141,17 @@ class ModelRunner:
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
         """Allocate the KV caches. Return the number of blocks that fit on every rank."""
-        config, workspace, encoding, partial = self.config, 0, 0, 0
+        config, device = self.config, self.device
+        needed: dict[str, int] = {}
         if self.runtime.graph_pool is not None:  # run a full prefill step to measure its memory
-            workspace = peak_bytes(self, dtype=dtype)
+            needed["workspace"] = peak_bytes(self, dtype=dtype)
             if self.encoder:
-                encoding, partial = self.encoder.peak_bytes(), self.encoder.partial_bytes()
-        affordable = kv_cache.choose_blocks(
-            config,
-            dtype=dtype,
-            workspace=workspace,
-            encoding=encoding,
-            partial=partial,
-            device=self.device,
-        )
+                needed["encoding"] = self.encoder.peak_bytes()
+                needed["partial"] = self.encoder.partial_bytes()
+        affordable = kv_cache.choose_blocks(config, dtype=dtype, device=device, **needed)
         num_blocks = self.context.world_min(affordable)
-        self.caches = kv_cache.allocate(
-            config.kv_caches,
-            num_blocks + 1,  # add a padding block, which the scheduler does not count
-            block_size=config.block_size,
-            dtype=dtype,
-            ranks=config.layout.attention.size,
-            device=self.device,
-        )
+        # add a padding block, which the scheduler does not count
+        self.caches = kv_cache.allocate_own(config, num_blocks + 1, dtype=dtype, device=device)
         self.requests.set_padding_block(num_blocks)
         if self.proposer:
             self.proposer.use_caches(self.caches[len(self.model.layers) :])

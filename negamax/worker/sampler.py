@@ -114,14 +114,12 @@ class Sampler:
         self, logits: Tensor, inputs: SampleInputs, *, masks: RowBitmasks | None
     ) -> Tensor:
         requests = self._requests
-        early = None
         if masks is not None:
             reporting = requests.logprob_slots
-            early = masks.select(
-                [i for i, slot in enumerate(inputs.slots) if slot not in reporting]
-            )
-        if early is not None:
-            early.apply(logits, first_id=self._first_id)
+            early = [i for i, slot in enumerate(inputs.slots) if slot not in reporting]
+            masks = masks.select(early)
+        if masks is not None:
+            masks.apply(logits, first_id=self._first_id)
         rows, shard = self._get_rows(inputs), self._shard
         picked = self._kernels[PICK].run(logits, rows, **shard)
         if not requests.filtered_slots.isdisjoint(inputs.slots):
@@ -205,15 +203,9 @@ def _edit_rows(
     """Apply each row's edits, then the masks, to logits [R, V] in place."""
     for i, slot in enumerate(inputs.slots):
         if slot in requests.special_slots:
+            is_masked = masks is not None and i in masks.members
             try:
-                _edit(
-                    logits[i],
-                    slot,
-                    bound=inputs.bounds[i],
-                    position=inputs.positions_device[i],
-                    requests=requests,
-                    is_masked=masks is not None and i in masks.members,
-                )
+                _edit(logits[i], i, inputs, requests=requests, is_masked=is_masked)
             except Exception as error:
                 requests.fail(slot, error)
     if masks is not None:
@@ -221,15 +213,10 @@ def _edit_rows(
 
 
 def _edit(
-    logits: Tensor,
-    slot: int,
-    *,
-    bound: int,
-    position: Tensor,
-    requests: RequestState,
-    is_masked: bool,
+    logits: Tensor, i: int, inputs: SampleInputs, *, requests: RequestState, is_masked: bool
 ) -> None:
-    """Edit `logits` [V] of one row. `position`: new token's position, [] int64, at most `bound`."""
+    """Edit the logits [V] of row `i`."""
+    slot, bound, position = inputs.slots[i], inputs.bounds[i], inputs.positions_device[i]
     state = requests.state(slot)
     outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)

@@ -82,6 +82,7 @@ class SelfCheck:
     ) -> None:
         self._config, self._plan, self._kernels = config, plan, kernels
         self._context, self._cache_dtype, self._device = context, cache_dtype, device
+        self._num_tokens = min(_NUM_TOKENS, config.max_num_batched_tokens)
         scheme = detect(config.spec.quantization)
         chosen = [
             kernels.choose(op, stored)
@@ -154,14 +155,12 @@ class SelfCheck:
         """Load the first `count` layers of this stage once more."""
         config, context = self._config, self._context
         layout, num_layers = context.layout, config.spec.num_layers
-        sizes = [
-            len(layout.replace_rank(rank).layers(num_layers)) for rank in layout.pipeline_ranks
-        ]
-        sizes = [*sizes[: layout.pp_rank], count, *[1] * (layout.pp - layout.pp_rank - 1)]
+        before = layout.pipeline_ranks[: layout.pp_rank]
+        sizes = [len(layout.replace_rank(rank).layers(num_layers)) for rank in before]
+        sizes += [count, *[1] * (layout.pp - layout.pp_rank - 1)]
         spec, own = config.spec.first_layers(sum(sizes)), replace(layout, partition=tuple(sizes))
-        model = build_model(
-            spec, context=replace(context, layout=own), device=self._device, kernels=kernels
-        )
+        context = replace(context, layout=own)
+        model = build_model(spec, context=context, device=self._device, kernels=kernels)
         slots = model.weight_slots()
         if self._plan is None:
             fill_synthetic(slots, config.spec, config.seed, device=self._device)
@@ -174,9 +173,6 @@ class SelfCheck:
     def _probe(self, model: Decoder, layers: Sequence[int]) -> list[_Result]:
         return [*self._run_ends(model), *self._run_layers(model, layers)]
 
-    def _num_tokens(self) -> int:
-        return min(_NUM_TOKENS, self._config.max_num_batched_tokens)
-
     def _draw(self, *shape: int, seed: int = 0) -> Tensor:
         """Draw the same normal numbers on every rank. The first row is 0."""
         generator = torch.Generator().manual_seed(seed)
@@ -185,7 +181,7 @@ class SelfCheck:
         return drawn.to(self._device)
 
     def _run_ends(self, model: Decoder) -> Iterator[_Result]:
-        num_tokens, vocab = self._num_tokens(), model.spec.vocab_size
+        num_tokens, vocab = self._num_tokens, model.spec.vocab_size
         if model.is_first_stage:
             token_ids = torch.arange(num_tokens, device=self._device) * (vocab // num_tokens)
             yield _Result("the embedding", model.embed(token_ids)[0].x, (EMBED_TOKENS,))
@@ -196,7 +192,7 @@ class SelfCheck:
 
     def _run_layers(self, model: Decoder, layers: Sequence[int]) -> Iterator[_Result]:
         caches, metadata = self._fill_caches(model, max(layers) + 1)
-        x = self._draw(self._num_tokens(), model.spec.hidden_size).to(model.dtype)
+        x = self._draw(self._num_tokens, model.spec.hidden_size).to(model.dtype)
         group = self._context.attention_group
         norm = ADD_RMS if group.size == 1 else ALL_REDUCE_ADD_RMS
         for at in layers:
@@ -213,11 +209,8 @@ class SelfCheck:
             yield from self._run_mlp(layer, x, name)
 
     def _run_mlp(self, layer: DecoderLayer, x: Tensor, name: str) -> Iterator[_Result]:
-        part, residual, mlp = (
-            Partial(x.clone(), self._context.attention_group),
-            x.clone(),
-            layer.mlp,
-        )
+        part = Partial(x.clone(), self._context.attention_group)
+        residual, mlp = x.clone(), layer.mlp
         if not isinstance(mlp, SparseMoe):
             out = mlp(layer.post_norm(part, residual))
             yield _Result(f"{name}: the MLP", _sum_parts(out), (LINEAR, SWIGLU, LINEAR))
@@ -237,17 +230,12 @@ class SelfCheck:
 
     def _fill_caches(self, model: Decoder, count: int) -> tuple[list[KvCaches], AttentionMetadata]:
         """Fill caches of `count` layers. Return metadata of some decodes and one prompt."""
-        config, num_tokens = self._config, self._num_tokens()
+        config, num_tokens = self._config, self._num_tokens
         decodes = min(_NUM_DECODES, num_tokens - 1)
         lengths = [_NUM_CACHED + 1] * decodes + [num_tokens - decodes]
         each = -(-max(lengths) // config.block_size)
-        caches = kv_cache.allocate(
-            config.kv_caches[:count],
-            each * len(lengths),
-            block_size=config.block_size,
-            dtype=self._cache_dtype,
-            ranks=config.layout.attention.size,
-            device=self._device,
+        caches = kv_cache.allocate_own(
+            config, each * len(lengths), layers=count, dtype=self._cache_dtype, device=self._device
         )
         for seed, cache in enumerate(each for layer in caches for each in layer.values()):
             cache.copy_(self._draw(*cache.shape, seed=seed))

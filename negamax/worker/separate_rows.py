@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any
+
+import msgspec
 
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
@@ -12,7 +14,6 @@ from negamax.worker.step_output import StepOutput
 
 logger = get_logger(__name__)
 
-Value = TypeVar("Value")
 RunStep = Callable[[StepPlan, PendingBitmask], StepOutput]
 
 
@@ -20,20 +21,15 @@ def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -
     """Run the rows of `plan` one by one and merge their results."""
     results = [_run_row(plan, row, bitmask, run) for row in range(len(plan.slots))]
     firsts = list(accumulate((len(result.token_ids) for result in results), initial=0))
-    return StepResult(
-        plan.step_id,
-        [token for result in results for token in result.token_ids],
-        {
-            first + place: entry
-            for first, result in zip(firsts, results, strict=False)
-            for place, entry in result.logprobs.items()
-        },
-        _by_row([result.prompt_logprobs for result in results]),
-        _by_row([result.errors for result in results]),
-        _by_row([result.num_accepted for result in results]),
-        _by_row([result.proposed for result in results]),
-        num_draft_tokens=_by_row([result.num_draft_tokens for result in results]),
-    )
+    logprobs = {
+        first + place: entry
+        for first, result in zip(firsts, results, strict=False)
+        for place, entry in result.logprobs.items()
+    }
+    names = ("prompt_logprobs", "errors", "num_accepted", "proposed", "num_draft_tokens")
+    tokens = [token for result in results for token in result.token_ids]
+    by_row = {name: _merge([getattr(result, name) for result in results]) for name in names}
+    return StepResult(plan.step_id, tokens, logprobs, **by_row)
 
 
 def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) -> StepResult:
@@ -48,22 +44,17 @@ def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) ->
         return StepResult(plan.step_id, [0] * plan.needs_sampling[row], {}, {}, {0: message})
 
 
-def _by_row(results: list[dict[int, Value]]) -> dict[int, Value]:
-    """Merge results of single rows, which have the key 0, to a dictionary by row of the plan."""
-    return {row: result[0] for row, result in enumerate(results) if 0 in result}
+def _merge(fields: list[dict[int, Any]]) -> dict[int, Any]:
+    """Merge a field of the results of single rows, which has the key 0, by row of the plan."""
+    return {row: field[0] for row, field in enumerate(fields) if 0 in field}
 
 
 def _single_row(plan: StepPlan, row: int) -> StepPlan:
-    return StepPlan(
-        step_id=plan.step_id,
-        new_rows=[],
-        appended_slots=[],
-        appended_blocks=[],
-        slots=[plan.slots[row]],
-        num_scheduled=[plan.num_scheduled[row]],
-        num_draft_tokens=[plan.num_draft_tokens[row]],
-        needs_sampling=[plan.needs_sampling[row]],
+    """Return a plan that runs only `row`. New rows and blocks of `plan` must already be applied."""
+    columns = ("slots", "num_scheduled", "num_draft_tokens", "needs_sampling")
+    return msgspec.structs.replace(
+        plan,
+        **{name: [getattr(plan, name)[row]] for name in columns},
         grammar_rows=[0] if row in plan.grammar_rows else [],
-        num_proposed=plan.num_proposed,
         images=[run for run in plan.images if run.slot == plan.slots[row]],
     )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -485,18 +486,9 @@ def test_ranks_share_files_only_if_they_hold_the_same_shard() -> None:
             config = replace(runner.config, layout=layout, block_size=block_size)
             return tuple(file_store._list_facts(config, runner.kernels, dtype=dtype))
 
-        different = [
-            facts(),
-            facts(dtype="float16"),
-            facts(block_size=32),
-            facts(tp=2),
-            facts(tp=2, rank=1),
-            facts(pp=2),
-            facts(pp=2, rank=1),
-            facts(cp=2),
-            facts(cp=2, rank=1),
-            facts(dp=2),
-            facts(dp=2, ep=2),
-        ]
+        different = [facts(), facts(dtype="float16"), facts(block_size=32)]
+        axes = product(("tp", "pp", "cp"), (0, 1))
+        different += [facts(**{axis: 2}, rank=rank) for axis, rank in axes]
+        different += [facts(dp=2), facts(dp=2, ep=2)]
         assert len(set(different)) == len(different)
         assert facts(dp=2) == facts(dp=2, rank=1) and facts(tp=2, dp=2) == facts(tp=2, dp=2, rank=2)
