@@ -9,7 +9,7 @@ from torch import Tensor
 
 from negamax.config.kv_cache import split_over_holders
 from negamax.config.model_spec import ModelSpec
-from negamax.formats.platform import CPU
+from negamax.formats.platform import CPU, nvidia
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.build import build_model
@@ -17,6 +17,8 @@ from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.config import ARCHITECTURE
 from negamax.parallel.context import ParallelContext
 from negamax.worker import kv_cache
+
+H200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
 
 
 def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:

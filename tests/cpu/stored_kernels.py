@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from negamax.formats.floats import is_plain, plain
+from negamax.formats.platform import CPU
 from negamax.formats.readable import reads_packed
 from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.gemm.op import LINEAR
@@ -13,7 +14,7 @@ from negamax.kernels.moe.op import EXPERTS
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize.codes import Codes
 from negamax.kernels.quantize.stored import dequantize, encode
-from negamax.kernels.registry import KernelTable
+from negamax.kernels.registry import KernelTable, resolve
 from negamax.kernels.weight_only import layout
 from negamax.kernels.weight_only.layout import PackedWeight, pack
 
@@ -34,10 +35,9 @@ def unpacked(packed: PackedWeight) -> Tensor:
     words = words | words << 32  # rotate
     held = (words[:, :, thread, word] >> 16 * right).int()  # [rows, spans, columns]
     codes = sum((held >> place & 1) << bit for bit, place in enumerate(places.int().unbind(-1)))
-    codes = codes.to(torch.uint8)
-    codes = codes.flatten(1)
+    codes = codes.to(torch.uint8).flatten(1)
     assert codes.shape[1] == own.K_PACKED
-    scale = zero = None
+    scale, zero = torch.ones(1, 1), None
     if own.GROUP:
         scale = _groups(packed.scales, packed)
         if own.SCALE == "e8m0":
@@ -48,11 +48,10 @@ def unpacked(packed: PackedWeight) -> Tensor:
         codes = codes.view(torch.float8_e4m3fn)
     elif own.ELEMENT == "int8":
         codes = codes.view(torch.int8)
+    elif own.ELEMENT != "e2m1" and own.ZEROS:
+        zero = _groups(packed.zeros, packed)
     elif own.ELEMENT != "e2m1":
-        zero = _groups(packed.zeros, packed) if own.ZEROS else None
-        shift = 0 if own.ZEROS else 8
-        codes = codes if own.ZEROS else codes.float() - shift
-    scale = torch.ones(1, 1) if scale is None else scale
+        codes = codes.float() - 8
     numbers = Codes(
         codes, scale, (1, own.GROUP or 1), zero_point=zero, is_e2m1=own.ELEMENT == "e2m1"
     ).dequantize()
@@ -74,12 +73,8 @@ def dequantized(weight: StoredWeight) -> Tensor:
         return whole.view(*lead, -1, whole.shape[1])
     if not lead:
         return dequantize(weight.format, weight.tensors)
-    return torch.stack(
-        [
-            dequantize(weight.format, {name: t[index] for name, t in weight.tensors.items()})
-            for index in range(lead[0])
-        ]
-    )
+    parts = [{name: t[i] for name, t in weight.tensors.items()} for i in range(lead[0])]
+    return torch.stack([dequantize(weight.format, part) for part in parts])
 
 
 def keeping_stored(table: KernelTable) -> KernelTable:
@@ -112,3 +107,6 @@ def random_stored(stored: TensorFormat, shape: tuple[int, int], *, seed: int) ->
                 bits.min, bits.max + 1, size, dtype=dtype, generator=generator
             )
     return tensors
+
+
+KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))

@@ -16,15 +16,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import m2_checkpoints
 import pytest
 import torch
 from loading_support import conversion, spec_of
 from m2_checkpoints import CONFIG, load_weights, quantize_block, random_tensors, tiny_spec
-from model_support import build
+from model_support import H200, build
 from safetensors.torch import load_file, save_file
 from stored_formats import EXPORTS, FORMATS, in_full, sample, write
-from stored_kernels import keeping_stored
+from stored_kernels import KEEPING
 from torch import Tensor
 
 from negamax import LLM, SamplingParams
@@ -36,7 +35,7 @@ from negamax.convert.convert import convert
 from negamax.engine.core.setup import _make_worker_config
 from negamax.engine.core.source import locate
 from negamax.formats.floats import PLAIN
-from negamax.formats.platform import CPU, nvidia
+from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import Role, StoredWeight
 from negamax.kernels.attention.op import DECODE, PREFILL
 from negamax.kernels.gemm.op import LINEAR
@@ -88,7 +87,7 @@ def _written(name: str) -> Checkpoint:
             build_empty_slots(
                 spec, ParallelLayout(), kernels=resolve(platform=platform, dtype=torch.float32)
             )
-            for platform in (CPU, nvidia((9, 0), name="NVIDIA H200", shared_memory=233472))
+            for platform in (CPU, H200)
         )  # fmt: skip
         return Checkpoint(
             spec, load_file(path / "model.safetensors"),
@@ -98,7 +97,7 @@ def _written(name: str) -> Checkpoint:
 
 def sound(name: str) -> Checkpoint:
     made = _written(name)
-    return Checkpoint(**{**vars(made), "tensors": dict(made.tensors)})
+    return replace(made, tensors=dict(made.tensors))
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -296,14 +295,13 @@ def test_loads_and_conversions_find_the_same_zeros_in_packed_weights(
     config, made, folder = CONFIG | SIZES, sound(name), tmp_path / "source"
     folder.mkdir()
     write(folder, config, random_tensors(tiny_spec(**config)), FORMATS[name])
-    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
     for key in (made.values, made.scale):
         save(folder, made.tensors | {key: torch.zeros_like(made.tensors[key])})
         for number in range(3):
             caplog.clear()
             if number < 2:
-                kernels = {"kernels": keeping} if number else {}
-                slots = build(made.spec, loaded=False, **kernels).weight_slots()
+                kernels = KEEPING if number else None
+                slots = build(made.spec, loaded=False, kernels=kernels).weight_slots()
                 assert (made.scale in slots) is bool(number)
                 found = refusal(partial(load_weights, slots, made.spec, folder))
             else:
@@ -323,45 +321,25 @@ from negamax.kernels.launch.triton import compiling  # noqa: E402
 
 BF16 = resolve(platform=CPU, dtype=torch.bfloat16)
 FP32 = resolve(platform=CPU, dtype=torch.float32)
-PLANTED_SIZES = {"hidden_size": 64, "intermediate_size": 64}
-TENSORS = random_tensors(tiny_spec(**{**m2_checkpoints.CONFIG, **PLANTED_SIZES}))
-
-PlantedFault = tuple[
-    str, Callable[[Tensor], Tensor]
-]  # tensor name, and change of what the slot gets
-# name -> text in the message, model, kernels and fault
-FAULTS: dict[str, tuple[str, str, PlantedFault]] = {
-    "K norm of another rank": (
-        "layer 0: the keys after K norm",
-        "nano",
-        (r"layers\.0\..*k_norm\.weight", lambda part: part.roll(len(part) // 2)),
-    ),
-    "router bias lost": (
-        "layer 0: the router",
-        "nano",
-        (r"layers\.0\..*correction_bias", torch.zeros_like),
-    ),
-    "index keys shifted": (
-        "layer 2: the index keys",
-        "nano-m3",
-        (r"layers\.2\..*index_k_proj\.weight$", lambda part: part.roll(1, 0)),
-    ),
-    "FP8 scales swapped": (
-        "layer 0: the experts",
-        "nano",
-        (r"layers\.0\..*experts\.3\.w2\.weight_scale_inv", lambda part: part.flip(-1)),
-    ),
-}
+PLANTED_CONFIG = CONFIG | {"hidden_size": 64, "intermediate_size": 64}
+TENSORS = random_tensors(tiny_spec(**PLANTED_CONFIG))
+# model, layer, part that the message names, name of a tensor, change of the tensor
+FAULTS: list[tuple[str, int, str, str, Callable[[Tensor], Tensor]]] = [
+    ("nano", 0, "the keys after K norm", r"k_norm\.weight", lambda part: part.roll(len(part) // 2)),
+    ("nano", 0, "the router", "correction_bias", torch.zeros_like),
+    ("nano-m3", 2, "the index keys", r"index_k_proj\.weight$", lambda part: part.roll(1, 0)),
+    ("nano", 0, "the experts", r"experts\.3\.w2\.weight_scale_inv", lambda part: part.flip(-1)),
+]
 
 
-def plant(patch: pytest.MonkeyPatch, fault: PlantedFault) -> set[str]:
+def plant(patch: pytest.MonkeyPatch, pattern: str, change: Callable[[Tensor], Tensor]) -> set[str]:
     """Change what the first load writes into a slot, not later loads. Return the changed slots."""
     write_part, planted = WeightSlot.write_part, set[str]()
 
     def changed(slot: WeightSlot, part: Tensor, *args: Any) -> Tensor:
-        if re.search(fault[0], slot.name) and slot.name not in planted and slot.needed:
+        if re.search(pattern, slot.name) and slot.name not in planted and slot.needed:
             planted.add(slot.name)
-            wrong = fault[1](part)
+            wrong = change(part)
             assert not torch.equal(wrong.float(), part.float()), f"{slot.name} is unchanged"
             part = wrong
         return write_part(slot, part, *args)
@@ -376,7 +354,6 @@ def check(
     kernels: KernelTable = BF16,
     spec: ModelSpec | None = None,
     folder: Path | None = None,
-    cache_dtype: torch.dtype | None = None,
 ) -> str:
     options = EngineOptions(name, device="cpu")
     config = _make_worker_config(options, locate(options), None)
@@ -392,18 +369,19 @@ def check(
             plan,
             kernels=kernels,
             context=ParallelContext.single(),
-            cache_dtype=cache_dtype or kernels.dtype,
+            cache_dtype=kernels.dtype,
             device=torch.device("cpu"),
         )
         return own.run(model)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_wrong_weights_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    named, model, fault = FAULTS[name]
-    planted = plant(monkeypatch, fault)
-    with pytest.raises(ConfigError, match=f"rank 0: {named}.*differ from the checkpoint") as found:
-        check(model, kernels=keeping_stored(FP32))
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2])
+def test_wrong_weights_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layer, part, name, change = fault
+    planted = plant(monkeypatch, rf"layers\.{layer}\..*{name}", change)
+    message = f"rank 0: layer {layer}: {part}.*differ from the checkpoint"
+    with pytest.raises(ConfigError, match=message) as found:
+        check(model, kernels=KEEPING)
     assert len(planted) == 1 and found.value.exit_code == 2
 
 
@@ -416,11 +394,9 @@ def ignore_bias(kernel: AnyKernel) -> AnyKernel:
 
 def swap_scales(kernel: AnyKernel) -> AnyKernel:
     def prepare(weight: StoredWeight) -> Any:
-        scales = {
-            name: each.flip(-1) if "scale" in name else each
-            for name, each in weight.tensors.items()
-        }
-        return kernel.prepare(StoredWeight(weight.format, scales))
+        tensors = weight.tensors.items()
+        swapped = {name: each.flip(-1) if "scale" in name else each for name, each in tensors}
+        return kernel.prepare(StoredWeight(weight.format, swapped))
 
     return replace(kernel, provider="swapped", prepare=prepare)
 
@@ -435,14 +411,13 @@ def swap_scales(kernel: AnyKernel) -> AnyKernel:
 def test_wrong_kernels_are_found(
     op: AnyOp, wrong: Callable[[AnyKernel], AnyKernel], named: str
 ) -> None:
-    kernels = keeping_stored(FP32)
-    candidates = {op: tuple(map(wrong, kernels.candidates[op]))}
-    kernels = replace(kernels, candidates={**kernels.candidates, **candidates})
+    candidates = {op: tuple(map(wrong, KEEPING.candidates[op]))}
+    kernels = replace(KEEPING, candidates={**KEEPING.candidates, **candidates})
     with pytest.raises(ConfigError, match=named):
         check("nano", kernels=kernels)
 
 
-@pytest.mark.parametrize("kernels", [BF16, FP32, keeping_stored(FP32)])
+@pytest.mark.parametrize("kernels", [BF16, FP32, KEEPING])
 @pytest.mark.parametrize("model", ["nano", "nano-m3"])
 def test_right_models_pass(model: str, kernels: KernelTable) -> None:
     assert "are correct" in check(model, kernels=kernels)
@@ -454,11 +429,9 @@ def test_right_models_pass(model: str, kernels: KernelTable) -> None:
     [each for each in sample([*FORMATS, *EXPORTS], 0, 6) if "fp8-fnuz-dtype" not in str(each)],
 )
 def test_every_format_passes(name: str, tmp_path: Path) -> None:
-    write(
-        tmp_path, {**m2_checkpoints.CONFIG, **PLANTED_SIZES}, TENSORS, {**FORMATS, **EXPORTS}[name]
-    )
+    write(tmp_path, PLANTED_CONFIG, TENSORS, {**FORMATS, **EXPORTS}[name])
     spec = spec_of(tmp_path)
-    for kernels in (FP32, keeping_stored(FP32)):
+    for kernels in (FP32, KEEPING):
         assert "are correct" in check("nano", kernels=kernels, spec=spec, folder=tmp_path)
 
 
@@ -466,9 +439,8 @@ def test_chosen_providers_run_with_what_depends_on_them() -> None:
     table = BF16.select(
         ["norm.add_rms=reference,moe.experts=sorted+onednn", "attention.prefill=reference"]
     )
-    assert (
-        table[ADD_RMS].provider == table[NORM_ROUTE].provider == "reference"
-    )  # One of the two ops fuses the other op.
+    # One of the two ops fuses the other op.
+    assert table[ADD_RMS].provider == table[NORM_ROUTE].provider == "reference"
     assert table[DECODE].provider == table[PREFILL].provider == "reference"
     assert BF16[DECODE].provider != "reference" and BF16[EXPERTS].provider != "reference"
     plain = BF16.select([PLAIN_NORM])
@@ -494,9 +466,7 @@ def test_unknown_kernels_are_refused(choice: str, words: str) -> None:
 
 def test_compilation_shows_its_progress() -> None:
     seen: list[tuple[int, int]] = []
-    with compiling(
-        share=0, shares=1, threads=2, progress=lambda done, total: seen.append((done, total))
-    ):
+    with compiling(share=0, shares=1, threads=2, progress=lambda *each: seen.append(each)):
         mode = triton.runtime._async_compile.active_mode.get()
         # Versions of Triton differ in how a compilation ends.
         takes = inspect.signature(triton.AsyncCompileMode.submit).parameters

@@ -11,7 +11,7 @@ from typing import Any
 import loading_support
 import pytest
 import torch
-from loading_support import build_rank, part_of
+from loading_support import assert_equal, build_rank, part_of
 from m2_checkpoints import (
     CONFIG,
     FP8_CONFIG,
@@ -22,7 +22,7 @@ from m2_checkpoints import (
     tiny_spec,
     to_fp8,
 )
-from model_support import build
+from model_support import H200, build
 from safetensors.torch import load_file, save_file
 from stored_formats import FORMATS, write
 from torch import Tensor
@@ -32,7 +32,7 @@ from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_GROUPS, PLAIN
-from negamax.formats.platform import CPU, nvidia
+from negamax.formats.platform import CPU
 from negamax.formats.readable import reads_e4m3_blocks
 from negamax.kernels.quantize.cpu import dequantize_block
 from negamax.kernels.quantize.stored import dequantize, encode
@@ -232,21 +232,13 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
     changed = CHANGES["stacked, w13" if stacked else "w13"](load_file(two / "model.safetensors"))
     save_single(two, {name: tensor.contiguous() for name, tensor in changed.items()})
     spec = read_spec(json.loads((one / "config.json").read_text()), one)
-    h200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
-    kernels = resolve(platform=h200, dtype=torch.bfloat16)
+    kernels = resolve(platform=H200, dtype=torch.bfloat16)
     held = build_empty_slots(spec, ParallelLayout(), kernels=kernels)
     moves = [plan_load(held, spec, folder).needed for folder in (one, two)]
     assert len(moves[0]) == len(moves[1])
     assert sum(move.num_bytes for move in moves[0]) == sum(move.num_bytes for move in moves[1])
-    found = []
-    for folder in (one, two):
-        slots = build(spec, loaded=False).weight_slots()
-        targets = {key: slot.target for key, slot in slots.items()}
-        load_weights(slots, spec, folder)
-        found.append(targets)
-    for key, target in found[0].items():
-        if target is not None and not key.endswith("_scale"):
-            assert torch.equal(target, found[1][key]), key
+    first, second = (loading_support.load(folder, spec=spec)[1] for folder in (one, two))
+    assert_equal(first, second)
     if name.startswith("packed"):
         wrong = min(key for key in changed if re.search(r"w13.weight_shape$", key))
         changed[wrong] = changed[wrong] // 2  # The row belongs to one of the joined matrices.
@@ -283,8 +275,7 @@ KEEPING = _keeping_kernels()
 
 
 def on_h200(spec: ModelSpec, layout: ParallelLayout = ONE) -> Decoder:
-    platform = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
-    kernels, context = resolve(platform=platform, dtype=torch.bfloat16), ParallelContext(layout)
+    kernels, context = resolve(platform=H200, dtype=torch.bfloat16), ParallelContext(layout)
     return build_model(spec, context=context, device=torch.device("meta"), kernels=kernels)
 
 
@@ -474,17 +465,11 @@ def test_each_part_equals_the_whole_quantized(
         if tensor.is_kept:
             part = tuple(slice(each.start, each.stop) for each in tensor.part(region))
             expected = whole[tensor.name][part]
-            if (
-                not tensor.is_number
-            ):  # The file stores the scale once, and the slot has a copy per row.
-                expected = expected.view(found[tensor.name].shape)
-            assert _same(found[tensor.name], expected), tensor.name
-
-
-def _same(found: Tensor, expected: Tensor) -> bool:
-    if found.dtype is torch.uint8:
-        expected = expected.view(torch.uint8)
-    return torch.equal(found.float(), expected.float().expand(found.shape))
+            held = found[tensor.name]
+            # The file stores a number once, and the slot has a copy per row.
+            expected = expected if tensor.is_number else expected.view(held.shape)
+            expected = expected.view(torch.uint8) if held.dtype is torch.uint8 else expected
+            assert torch.equal(held.float(), expected.float().expand(held.shape)), tensor.name
 
 
 def test_missing_and_broken_tensors_are_named_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from m2_checkpoints import (
     write_index,
 )
 from model_support import build
-from stored_kernels import keeping_stored
+from stored_kernels import KEEPING
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
@@ -30,8 +30,6 @@ from negamax.checkpoint.quarot import read_rotation
 from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
-from negamax.formats.platform import CPU
-from negamax.kernels.registry import resolve
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
@@ -39,8 +37,8 @@ SPEC = tiny_spec()
 FP8_SPEC = tiny_spec(quantization_config=FP8_CONFIG)
 
 
-def load(folder: Path, spec: ModelSpec = SPEC) -> None:
-    load_weights(SlotModel(spec).weight_slots(), spec, folder)
+def load(folder: Path, spec: ModelSpec = SPEC, *, dtype: torch.dtype = torch.float32) -> None:
+    load_weights(SlotModel(spec, dtype=dtype).weight_slots(), spec, folder)
 
 
 def refused(
@@ -83,13 +81,12 @@ MISFITS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "undeclared FP8": (to_fp8, "has dtype F8_E4M3; .*no quantization_config"),
 }
-HEAD_DTYPES = (torch.int8, torch.float64, torch.float8_e5m2)
 MISFITS |= {
     f"dtype {dtype}": (
         lambda t, dtype=dtype: {**t, "lm_head.weight": t["lm_head.weight"].to(dtype)},
         r"lm_head\.weight has dtype .*; supported: BF16, F16, F32",
     )
-    for dtype in HEAD_DTYPES
+    for dtype in (torch.int8, torch.float64, torch.float8_e5m2)
 }
 
 
@@ -131,10 +128,9 @@ def test_misfits_are_named(tmp_path: Path, name: str) -> None:
 def test_broken_scales_refused(
     tmp_path: Path, name: str, tensor: Tensor | None, message: str
 ) -> None:
-    changed = to_fp8(random_tensors(SPEC)) | ({} if tensor is None else {name: tensor})
-    if tensor is None:
-        del changed[name]
-    refused(tmp_path, changed, message, spec=FP8_SPEC)
+    changed = to_fp8(random_tensors(SPEC)) | {name: tensor}
+    kept = {key: each for key, each in changed.items() if each is not None}
+    refused(tmp_path, kept, message, spec=FP8_SPEC)
 
 
 def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) -> None:
@@ -173,8 +169,7 @@ def test_fp8_nan_is_found_in_dequantized_and_kept_weights(tmp_path: Path, code: 
     stored[EXPERT].view(torch.uint8)[[3, 7], [20, 1]] = code
     message = rf"{EXPERT} in 2 of 48 x 24 \(F8_E4M3\), first at \[3, 20\]"
     refused(tmp_path, stored, message, spec=FP8_SPEC)
-    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
-    slots = build(FP8_SPEC, kernels=keeping, loaded=False).weight_slots()
+    slots = build(FP8_SPEC, kernels=KEEPING, loaded=False).weight_slots()
     assert f"{EXPERT}_scale_inv" in slots
     with pytest.raises(CheckpointError, match=message):
         load_weights(slots, FP8_SPEC, tmp_path)
@@ -226,7 +221,7 @@ def test_broken_tensors_are_reported_together_up_to_a_limit(tmp_path: Path) -> N
     save_single(tmp_path, tensors)
     load(tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: some values are too large"):
-        load_weights(SlotModel(SPEC, dtype=torch.float16).weight_slots(), SPEC, tmp_path)
+        load(tmp_path, dtype=torch.float16)
 
 
 def check(folder: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from stored_kernels import dequantized, keeping_stored, random_stored
+from stored_kernels import KEEPING, dequantized, random_stored
 from torch import Tensor
 
 from negamax.formats.floats import E4M3_BLOCKS, mxfp4, mxfp8, nvfp4, plain
@@ -220,7 +220,6 @@ FORMATS = [
     ALGORITHMS["FP8_PB_WO"][0],
 ]  # fmt: skip
 SPLIT_TOP_K, TOKENS = 2, 4
-TABLE = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 
 
 @pytest.fixture(autouse=True)
@@ -251,18 +250,18 @@ class Model:
         """Return a rank's mixture, and its stacked matrices [experts, rows, columns]."""
         single, prepared = ParallelContext.single(), list[Tensor]()
         scheme = Scheme((self.stored,), lambda module: self.stored)
-        kernel = TABLE.choose(EXPERTS, self.stored)
+        kernel = KEEPING.choose(EXPERTS, self.stored)
         assert kernel is not None
 
         def prepare(gate_up: StoredWeight, down: StoredWeight, **numbers: Any) -> Any:
             prepared.extend(dequantized(weight) for weight in (gate_up, down))
             return kernel.prepare(*map(as_plain, prepared), **numbers)
 
-        watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
+        watched = (*KEEPING.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
         setup = LayerSetup(
             replace(single, layout=layout),
             WeightFormat(torch.float32, torch.device("cpu"), scheme),
-            replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
+            replace(KEEPING, candidates={**KEEPING.candidates, EXPERTS: watched}),
         )
         moe = SparseMoe(
             names.moe(0), layer=0, hidden_size=self.hidden, width=self.width,
@@ -309,7 +308,7 @@ def splits() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("stored", "tp", "ep"), list(splits()))
 def test_parts_of_ranks_add_up_to_one_ranks_sum(stored: TensorFormat, tp: int, ep: int) -> None:
-    kernel = TABLE.choose(EXPERTS, stored)
+    kernel = KEEPING.choose(EXPERTS, stored)
     assert kernel is not None
     model = Model(stored, max(ep, 2), shared=tp in (1, 8))
     is_among = model.shared and ep == 1  # The shared expert runs among the routed ones.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from model_support import build, tiny_config
-from stored_kernels import keeping_stored
+from stored_kernels import KEEPING
 from transformers import MiniMaxM3VLConfig
 
 from negamax.base.errors import ConfigError, ResourceError
@@ -20,8 +20,6 @@ from negamax.config.kv_cache import (
 )
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.platform import CPU
-from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import INT8_CACHE
 from negamax.models.memory import dequantized, expert_padding, read_bytes, weight_bytes
@@ -249,8 +247,7 @@ def test_experts_that_no_kernel_takes_together_count_as_held(bits: int, expert: 
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
     config = {**tiny_config(3, intermediate_size=48, **sizes), "quantization_config": described}
     spec = read_spec(config)
-    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
-    slots = build(spec, loaded=False, kernels=kernels).weight_slots()
+    slots = build(spec, loaded=False, kernels=KEEPING).weight_slots()
     is_kept = "model.layers.0.block_sparse_moe.experts.0.w1.qweight" in slots
     assert is_kept is (bits == 4)
     assert weight_bytes(spec, dtype="float32") == held_bytes(slots)
@@ -266,8 +263,7 @@ def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
     spec = read_spec({**config, "quantization_config": described})
     layout = ParallelLayout(rank, tp=4, ep=4)
     context = replace(ParallelContext.single(), layout=layout)
-    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
-    slots = build(spec, loaded=False, context=context, kernels=kernels).weight_slots()
+    slots = build(spec, loaded=False, context=context, kernels=KEEPING).weight_slots()
     assert weight_bytes(spec, dtype="float32", layout=layout) == held_bytes(slots)
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_support import H200
 
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
-from negamax.formats.platform import CPU, Platform, nvidia
+from negamax.formats.platform import CPU, Platform
 from negamax.formats.readable import is_kept
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
@@ -548,7 +549,6 @@ PUBLISHED: dict[str, Published] = {**PUBLISHED_M2, **PUBLISHED_M3}
 # --- tests ----------------------------------------------------------------------------------------
 
 DTYPE = torch.bfloat16
-H200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
 SPLITS = {
     "tp1": ParallelLayout(), "tp4": ParallelLayout(rank=1, tp=4),
     "tp8": ParallelLayout(rank=3, tp=8), "tp8 ep8": ParallelLayout(rank=7, tp=8, ep=8),

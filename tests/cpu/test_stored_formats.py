@@ -24,14 +24,13 @@ from stored_formats import (
     sample,
     write,
 )
-from stored_kernels import keeping_stored
+from stored_kernels import KEEPING
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.convert import convert
-from negamax.formats.platform import CPU
-from negamax.kernels.registry import KernelTable, resolve
+from negamax.kernels.registry import KernelTable
 from negamax.models.memory import dequantized, weight_bytes
 from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
@@ -41,7 +40,6 @@ from tests.tables import read_table
 
 CONFIG = {**m2_checkpoints.CONFIG, "hidden_size": 64, "intermediate_size": 64}
 TENSORS = random_tensors(tiny_spec(**CONFIG))
-KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -86,8 +84,7 @@ def test_model_computes_with_the_stored_matrices(family: str, name: str, tmp_pat
     plain = write(tmp_path, config, tensors, FORMATS[name])
     if family == "m3":
         add_wrapper(tmp_path)
-    # The prompt is longer than two blocks of 16 tokens, so that M3 selects blocks.
-    prompt = PROMPT * (11 if family == "m3" else 1)
+    prompt = PROMPT if family == "m2" else M3_PROMPT
     expected = greedy(build(read_spec(config), plain), prompt, 12)
     assert len(set(expected)) > 2
     for layout in LAYOUTS:
@@ -278,7 +275,7 @@ M3_CONFIG: dict[str, Any] = {
     "dtype": "float32", "text_config": M3_TEXT,
 }  # fmt: skip
 M3_SPEC = read_spec(M3_CONFIG)
-M3_PROMPT = [5, 17, 60, 3] * 11  # The prompt is longer than the two selected blocks of 16 tokens.
+M3_PROMPT = PROMPT * 11  # The prompt is longer than the two selected blocks of 16 tokens.
 VISION = ("vision_tower.vision_model.pre_layrnorm.weight", "patch_merge_mlp.linear_1.bias")
 MTP = "language_model.model.mtp.layers.0.eh_proj.weight"
 
@@ -319,10 +316,8 @@ def test_both_transformers_classes_load(tmp_path: Path, caplog: pytest.LogCaptur
         saved.save_pretrained(tmp_path / name)
         if name.startswith("by"):
             file = tmp_path / name / "model.safetensors"
-            older = {
-                n.replace(".mlp.", ".block_sparse_moe."): t for n, t in load_file(file).items()
-            }
-            save_file(older, file)
+            named = load_file(file).items()
+            save_file({n.replace(".mlp.", ".block_sparse_moe."): t for n, t in named}, file)
         with caplog.at_level(logging.WARNING, logger="negamax"):
             model, tensors, _ = load(tmp_path / name)
         found.append(tensors)
@@ -351,27 +346,25 @@ def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
 
 def add_wrapper(folder: Path) -> None:
     """Rename the tensors as in the multimodal checkpoint, and add its other tensors."""
-    tensors = load_file(folder / "model.safetensors")
-    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    whole |= {name: torch.ones(2) for name in VISION}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited(folder) as tensors:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors |= {name: torch.ones(2) for name in VISION}
 
 
 def test_plain_indexer_does_not_dequantize_the_attention(tmp_path: Path) -> None:
     plain = write(tmp_path, M3_CONFIG, M3_TENSORS, FORMATS["modelslim-dynamic"])
     file = tmp_path / "quant_model_description.json"
-    stored, said = load_file(tmp_path / "model.safetensors"), json.loads(file.read_text())
-    index = {name for name in M3_TENSORS if re.search(r"\.index_[qk]_proj\.", name)}
-    for name in index:
-        module = name.removesuffix(".weight")
-        stored = {key: each for key, each in stored.items() if not key.startswith(module)}
-        stored[name] = plain[name] = M3_TENSORS[name]
-        said = {key: each for key, each in said.items() if not key.startswith(module)}
-        said[name] = "FLOAT"
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said, index_names = json.loads(file.read_text()), re.compile(r"\.index_[qk]_proj\.")
+    index = {name for name in M3_TENSORS if index_names.search(name)}
+    with edited(tmp_path) as stored:
+        for key in filter(index_names.search, list(stored)):
+            del stored[key], said[key]
+        for name in index:
+            stored[name] = plain[name] = M3_TENSORS[name]
+            said[name] = "FLOAT"
     file.write_text(json.dumps(said))
-    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
-    model, _, report = load(tmp_path, kernels=keeping)
+    model, _, report = load(tmp_path, kernels=KEEPING)
     assert len(index) == 4 and report.num_dequantized == 0
     model.finish_loading()
     assert greedy(model, M3_PROMPT, 8) == greedy(build(M3_SPEC, plain), M3_PROMPT, 8)
@@ -387,8 +380,8 @@ def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keep
     plain = write(tmp_path, config, random_m3_tensors(spec), FORMATS["mxfp8"])
     stored = read_spec(json.loads((tmp_path / "config.json").read_text())).quantization
     spec = replace(spec, quantization=quantized("fp8", stored)[0])
-    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32)) if keeps else None
     layout = ParallelLayout(rank=tp - 1, tp=tp)
+    kernels = KEEPING if keeps else None
     model, targets, report = load(tmp_path, layout, spec=spec, kernels=kernels)
     assert (report.num_kept > 0) is keeps
     worst, num_exact, num_checked = 0.0, 0, 0
