@@ -115,9 +115,8 @@ class ChatFormat:
         )
 
     def call_style(self) -> CallStyle:
-        family = self.family
-        ids = {tag: i for tag, i in self.tag_ids.items() if tag in family.token_tags}
-        return family.call_style(ids)
+        ids = {tag: i for tag, i in self.tag_ids.items() if tag in self.family.token_tags}
+        return self.family.call_style(ids)
 
     def reasoning(self, state: ReasoningState) -> Reasoning | None:
         """Return the reasoning tags for the engine, or None if `state` is "none"."""

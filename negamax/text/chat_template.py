@@ -54,7 +54,7 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`. A template that is not trusted runs in another process (`Confined`).
 
-        Every call passes `variables` to the template. Error messages call the template `origin`.
+        Every call passes `variables` to the template. `origin` is the template's name in errors.
         Raises `CheckpointError` if the template has a syntax error.
         """
         self.source = source

@@ -60,8 +60,8 @@ class Confined:
     """A function that runs in processes with limits. Threads may share an object of this class."""
 
     def __init__(self, kind: str, *setup: Any, origin: str, has_secrets: bool = True) -> None:
-        """`kind` and `setup` are the arguments of `confined_process.load`. Error messages call the
-        function `origin`. Without `has_secrets`, processes get only harmless environment variables.
+        """`kind` and `setup` are the arguments of `confined_process.load`. `origin` is the name of
+        the function in errors. Without `has_secrets`, processes get only harmless variables.
         """
         self._has_secrets = has_secrets
         self._setup = json.dumps([kind, *setup]).encode()

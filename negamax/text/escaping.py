@@ -89,19 +89,15 @@ def _escape(
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
     """Escape the strings of a JSON value. Templates put values of keys `inserted` inside tags."""
+
+    def escape(inner: Any, *, is_inserted: bool = is_inserted) -> Any:
+        return _escape(inner, spellings, is_inserted=is_inserted, inserted=inserted)
+
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):
         return {
-            spellings.escaped(key, is_inserted=is_inserted)
-            if isinstance(key, str)
-            else key: _escape(
-                inner, spellings, is_inserted=is_inserted or key in inserted, inserted=inserted
-            )
+            escape(key): escape(inner, is_inserted=is_inserted or key in inserted)
             for key, inner in value.items()
         }
-    if isinstance(value, list | tuple):
-        return [
-            _escape(inner, spellings, is_inserted=is_inserted, inserted=inserted) for inner in value
-        ]
-    return value
+    return [escape(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from negamax.base.errors import InvalidRequestError
@@ -27,6 +28,9 @@ RAW_ARGUMENTS = "arguments"  # parameter for the text of arguments that are not 
 # Other servers and client libraries use these types of reasoning, call and result parts.
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
 _CALLS = ("tool_use", "tool_call", "tool-call", "function_call")
+# fields of a call part that contain the call's id, the tool's name, and the arguments
+_ID_FIELDS, _NAME_FIELDS = ("call_id", "toolCallId", "id"), ("name", "toolName")
+_ARGUMENT_FIELDS = ("input", "args", "arguments")
 _RESULTS = ("tool_result", "tool-result", "function_call_output")
 _HIDDEN = ("redacted_thinking", "redacted_reasoning")  # reasoning that another server encrypted
 _THOUGHT_FIELDS = (*_THOUGHTS, "text", "content", "summary")
@@ -299,13 +303,9 @@ def _find_calls(content: Any) -> list[dict[str, Any]]:
     calls = []
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and part.get("type") in _CALLS:
-            (call_id, name, arguments) = (
+            call_id, name, arguments = (
                 next((part[field] for field in fields if field in part), None)
-                for fields in (
-                    ("call_id", "toolCallId", "id"),
-                    ("name", "toolName"),
-                    ("input", "args", "arguments"),
-                )
+                for fields in (_ID_FIELDS, _NAME_FIELDS, _ARGUMENT_FIELDS)
             )
             function = {"name": name, "arguments": arguments}
             calls.append({"id": call_id, "type": "function", "function": function})
@@ -348,7 +348,11 @@ def _read_content(
         if note is not None:
             text = note
         elif isinstance(kind, str) and kind in _TEXT_FIELDS:
-            text = _read_part(part, _TEXT_FIELDS[kind], i, j)
+            field = _TEXT_FIELDS[kind]
+            text = part.get(field)
+            if not isinstance(text, str):
+                problem = f"is a {kind} part without text; set its field {field} to a string"
+                _refuse(i, problem, field=f"content[{j}]")
         elif isinstance(part, str):
             text = part
         elif not isinstance(part, Mapping):
@@ -363,14 +367,6 @@ def _read_content(
         parts.append(text if isinstance(part, str) else {"type": "text", "text": text})
         was_note = note is not None
     return parts or ""
-
-
-def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
-    text = part.get(field)
-    if not isinstance(text, str):
-        problem = f"is a {part['type']} part without text; set its field {field} to a string"
-        _refuse(i, problem, field=f"content[{j}]")
-    return text
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
@@ -403,9 +399,8 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         where = f"tool_calls[{j}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
-            arguments = {
-                "input": custom.get("input")
-            }  # format of a custom tool call in the Responses API
+            # the format of a custom tool call in the Responses API
+            arguments = {"input": custom.get("input")}
             function = {"name": custom.get("name"), "arguments": arguments}
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
@@ -451,7 +446,12 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 end += 1
             answered = [messages[j].get("tool_call_id") for j in range(i, end)]
             made = message["tool_calls"]
-            calls = [call for call in made if not _is_truncated(call) or call["id"] in answered]
+            # If the arguments of a call were not a JSON object, the call was truncated.
+            calls = [
+                call
+                for call in made
+                if set(call["function"]["arguments"]) != {RAW_ARGUMENTS} or call["id"] in answered
+            ]
             if len(calls) < len(made):
                 others = {key: value for key, value in message.items() if key != "tool_calls"}
                 ordered[-1] = {**others, "tool_calls": calls} if calls else others
@@ -459,11 +459,6 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ordered.extend(message for message in messages[i:end] if message["role"] != "tool")
             i = end
     return ordered
-
-
-def _is_truncated(call: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of the original call were not a JSON object."""
-    return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
 
 def _order_results(
@@ -490,15 +485,13 @@ def _order_results(
 
 def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> list[dict[str, Any]]:
     """Join the instructions at the start, and replace later instructions by notes."""
-    num_leading = next(
-        (i for i, m in enumerate(messages) if m["role"] not in INSTRUCTION_ROLES), len(messages)
-    )
-    roots = [message for message in messages[:num_leading] if message["role"] == "root"]
-    others = [message for message in messages[:num_leading] if message["role"] != "root"]
+    leading = list(takewhile(lambda message: message["role"] in INSTRUCTION_ROLES, messages))
+    roots = [message for message in leading if message["role"] == "root"]
+    others = [message for message in leading if message["role"] != "root"]
     groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]
     placed = [_join(group, role=role) for role, group in groups if group]
     notes: list[str] = []  # notes for the last message of `placed`, which is a tool result
-    for message in messages[num_leading:]:
+    for message in messages[len(leading) :]:
         if message["role"] not in INSTRUCTION_ROLES:
             _attach(notes, placed)
             placed.append(message)

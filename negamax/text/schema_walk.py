@@ -37,7 +37,10 @@ def resolve_pointer(reference: str, *, root: Any) -> Any:
     if isinstance(home, str) and home:
         reference = reference.removeprefix(home)
     if reference.startswith("#") and "/" not in reference and len(reference) > 1:
-        return _find_anchor(reference[1:], root=root)
+        keywords = ("$defs", "definitions")
+        parts = (part for keyword in keywords for part in get_map(root, keyword).values())
+        named = (part for part in parts if isinstance(part, Mapping) and "$anchor" in part)
+        return next((part for part in named if part["$anchor"] == reference[1:]), None)
     if reference not in ("", "#") and not reference.startswith("#/"):
         return None
     node = root
@@ -52,14 +55,16 @@ def resolve_pointer(reference: str, *, root: Any) -> Any:
     return node
 
 
-def _find_anchor(name: str, *, root: Any) -> Any:
-    """Return the definition in `root` whose `$anchor` is `name`, or None."""
-    for keyword in ("$defs", "definitions"):
-        parts = root.get(keyword) if isinstance(root, Mapping) else None
-        for part in parts.values() if isinstance(parts, Mapping) else ():
-            if isinstance(part, Mapping) and part.get("$anchor") == name:
-                return part
-    return None
+def get_map(node: Any, keyword: str) -> Mapping[str, Any]:
+    """Return the object at `keyword` of a schema, or an empty object."""
+    value = node.get(keyword) if isinstance(node, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def get_list(node: Mapping[str, Any], keyword: str) -> list[Any]:
+    """Return the list at `keyword` of a schema, or an empty list."""
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[str, Any]]:
@@ -73,9 +78,7 @@ def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[
         seen.add(id(node))
         yield node
         for branch in _BRANCHES:
-            alternatives = node.get(branch)
-            if isinstance(alternatives, list):
-                stack.extend(alternatives)
+            stack.extend(get_list(node, branch))
         if isinstance(node.get("$ref"), str):
             stack.append(resolve_pointer(node["$ref"], root=root))
 
@@ -117,9 +120,7 @@ def infer_type(node: Mapping[str, Any]) -> str | None:
 
 def _implied_types(node: Mapping[str, Any]) -> set[str]:
     """Return the types of the values in enum and const, or the type that the keywords imply."""
-    values = node["enum"] if isinstance(node.get("enum"), list) else []
-    if "const" in node:
-        values = [*values, node["const"]]
+    values = [*get_list(node, "enum"), *([node["const"]] if "const" in node else [])]
     if values:
         return set(map(type_name, values))
     inferred = infer_type(node)

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,8 +52,8 @@ class Tokenizer:
     def __init__(
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
-        """`definition`: text of tokenizer.json; error messages call it `source`. `config`: object
-        in tokenizer_config.json. Raises `CheckpointError`.
+        """`definition` is the text of tokenizer.json, and `source` is the name of this file in
+        errors. `config` is the object in tokenizer_config.json. Raises `CheckpointError`.
         """
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
@@ -66,14 +66,13 @@ class Tokenizer:
         self._definition = parsed
         self._confined: Confined | None = None
         self.config = config  # content of tokenizer_config.json
-        self._added: dict[int, str] = {}
-        special: set[int] = set()
-        config_flags = _read_special_flags(config)
-        for token_id, token in self._backend.get_added_tokens_decoder().items():
-            text = self._added[token_id] = token.content
-            if config_flags.get(text, token.special) and text not in STRUCTURE_TOKENS:
-                special.add(token_id)
-        self._special = frozenset(special)
+        added, flags = self._backend.get_added_tokens_decoder(), _read_special_flags(config)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if flags.get(token.content, token.special) and token.content not in STRUCTURE_TOKENS
+        )
         size = sum(map(len, self._added.values()))
         if len(self._added) > MAX_ADDED_TOKENS or size > MAX_ADDED_CHARS:
             raise CheckpointError(
@@ -309,14 +308,12 @@ def _works_locally(definition: Mapping[str, Any]) -> bool:
 
 
 def _list_kinds(part: Mapping[str, Any] | None) -> set[str]:
-
-    def walk(part: Mapping[str, Any]) -> Iterator[str]:
-        yield str(part.get("type"))
-        for field in ("normalizers", "pretokenizers", "processors"):
-            for inner in part.get(field, ()):
-                yield from walk(inner)
-
-    return set(walk(part)) if part else set()
+    """Return the type of a normalizer, pre-tokenizer or post-processor, and of all its parts."""
+    if not part:
+        return set()
+    fields = ("normalizers", "pretokenizers", "processors")
+    inner = (_list_kinds(each) for field in fields for each in part.get(field, ()))
+    return {str(part.get("type"))}.union(*inner)
 
 
 def _read_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:

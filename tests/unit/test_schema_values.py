@@ -173,7 +173,7 @@ def test_members_and_items_are_found_in_branches_references_and_recursion() -> N
     assert arguments.member("names").types == {"array"}
     assert arguments.member("id").types == {"string", "integer"}
     assert arguments.member("other").types == {"boolean", "null"}
-    assert arguments.lists_members
+    assert arguments.names
     assert arguments.lists("names")
     assert not arguments.lists("other")
     members = {"value": {"type": "integer"}, "children": {"$ref": "#/$defs/nodes"}}
@@ -218,7 +218,7 @@ def test_items_have_the_type_of_their_place(schema: Any, types: list[str | None]
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     arguments = ToolSchemas(tools).arguments("f")
     assert arguments.member("x").types == arguments.member("x").item(0).types == frozenset()
-    assert not arguments.lists_members
+    assert not arguments.names
     assert not ToolSchemas(tools).declares("g")
 
 

@@ -15,10 +15,11 @@ The end of a truncated output does not end a value. A repeated parameter is writ
 JSON arguments, because common JSON readers use the last value. Repeated array parameters are
 joined.
 
-A tag ends at the closing quote of its name, or after a declared name. Instead of parameters, the
-parser also accepts a JSON object or XML elements. A value without an opener belongs to the only
-missing parameter. In an invoke with parameters, text outside the parameters is dropped. If the text
-looks like an argument, the invoke stays text. An invoke without any argument is not a call.
+A name in a tag ends at its closing quote. A declared name may itself contain quotes and angle
+brackets. Instead of parameters, the parser also accepts a JSON object or XML elements. A value
+without an opener belongs to the only missing parameter. In an invoke with parameters, text outside
+the parameters is dropped. If the text looks like an argument, the invoke stays text. An invoke
+without any argument is not a call.
 """
 
 import enum
@@ -92,8 +93,6 @@ _BLOCK, _INVOKE, _VALUE = _BlockState.BLOCK, _BlockState.INVOKE, _BlockState.VAL
 
 
 class MiniMaxM2Block(CallBlock):
-    """Reads one block of tool calls."""
-
     __slots__ = (
         "_arguments", "_closer", "_forms", "_is_declared", "_is_written", "_key", "_keys",
         "_num_forms", "_schema", "_space", "_state", "_stray", "_unnamed", "_value", "_waiting",
@@ -129,7 +128,7 @@ class MiniMaxM2Block(CallBlock):
                 return False
             self._decide(self._closer, before=lexeme)
         if self._state is _BLOCK:
-            return self._take_in_block(lexeme)
+            return self._take_between_calls(lexeme)
         if self._state is _INVOKE:
             return self._take_in_invoke(lexeme)
         self._take_in_value(lexeme)
@@ -145,30 +144,14 @@ class MiniMaxM2Block(CallBlock):
             if ends_call:
                 self._end_call()
         if self._state is not _BLOCK:
-            stray = "".join(self._stray)
-            if self._calls.is_announced or not stray.strip():
-                self._calls.cut_call()
-            else:
-                self._leave_call(stray)
+            self._finish_call("".join(self._stray))
         self._end_block()
-
-    def _take_in_block(self, lexeme: Lexeme) -> bool:
-        kind = lexeme.kind
-        if kind is TagKind.INVOKE_OPEN and self._begin_call(lexeme):
-            return False
-        is_end = kind is TagKind.BLOCK_CLOSE
-        if not is_end and kind not in (TagKind.CUT, TagKind.BLOCK_OPEN):
-            self._unread.append(lexeme.text)
-        is_end = is_end or (kind is TagKind.INVOKE_CLOSE and not self._opener)
-        if is_end:
-            self._end_block(lexeme.text if kind is TagKind.BLOCK_CLOSE else "")
-        return is_end
 
     def _take_in_invoke(self, lexeme: Lexeme) -> bool:
         kind = lexeme.kind
         if kind in (TagKind.INVOKE_OPEN, TagKind.BLOCK_OPEN, TagKind.BLOCK_CLOSE):
             self._end_call()
-            return self._take_in_block(lexeme)
+            return self._take_between_calls(lexeme)
         is_raw = not self._calls.is_announced and kind is not TagKind.CUT
         if is_raw:
             self._raw.append(lexeme.text)
@@ -261,20 +244,15 @@ class MiniMaxM2Block(CallBlock):
         self._space = []
         self._words = ""
 
-    def _begin_call(self, lexeme: Lexeme) -> bool:
-        """Begin the call of an invoke tag. Return False if the tag has no name."""
-        tool = tool_name([lexeme.text], self._schemas)
-        if not tool:
-            return False
-        self._make_unread_calls()
+    def _read_tool_name(self, tag: str) -> str:
+        return tool_name([tag], self._schemas)
+
+    def _begin_arguments(self, tool: str) -> None:
         self._arguments = self._schemas.arguments(tool)
         self._is_declared = self._schemas.declares(tool)
         self._keys, self._stray, self._unnamed, self._waiting = set(), [], [], []
         self._num_forms, self._wrapper = 0, ""
-        self._calls.start_call(tool)
-        self._raw = [lexeme.text]
         self._state = _INVOKE
-        return True
 
     def _end_call(self) -> None:
         """End the open call. A call with an unreadable argument stays text."""
@@ -311,7 +289,7 @@ class MiniMaxM2Block(CallBlock):
                 self._calls.member(key, value)
             return True
         is_all = is_last and not self._calls.is_announced and not self._unnamed
-        is_all = is_all and (self._arguments.lists_members or not self._is_declared)
+        is_all = is_all and (bool(self._arguments.names) or not self._is_declared)
         if is_all or may_hold_argument(text, self._arguments):
             self._leave(text)
             return False

@@ -69,8 +69,6 @@ _STRUCTURE = (
 
 
 class MiniMaxM3Block(CallBlock):
-    """Reads one block of tool calls."""
-
     __slots__ = ("_arguments",)
 
     def __init__(self, calls: CallWriter, **options: Any) -> None:
@@ -79,7 +77,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether `lexeme` names a declared tool; its position in the line is ignored."""
+        """Return whether `lexeme` names a declared tool, at any position in its line."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
@@ -100,24 +98,8 @@ class MiniMaxM3Block(CallBlock):
 
     def finish(self, *, is_truncated: bool) -> None:
         if self._arguments is not None:
-            if self._calls.is_announced or not self._arguments.stray.strip():
-                self._calls.cut_call()
-            else:
-                self._leave(self._arguments.stray)
+            self._finish_call(self._arguments.stray)
         self._end_block()
-
-    def _take_between_calls(self, lexeme: Lexeme) -> bool:
-        kind = lexeme.kind
-        is_opener = kind in (TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN)
-        if is_opener and self._begin_call(lexeme.text):
-            return False
-        is_end = kind in (TagKind.BLOCK_CLOSE, TagKind.LOOSE_BLOCK_CLOSE)
-        if not is_end and kind not in (TagKind.CUT, TagKind.BLOCK_OPEN):
-            self._unread.append(lexeme.text)
-        is_end = is_end or (kind is TagKind.INVOKE_CLOSE and not self._opener)
-        if is_end:
-            self._end_block(lexeme.text if kind is not TagKind.INVOKE_CLOSE else "")
-        return is_end
 
     def _take_in_call(self, lexeme: Lexeme, arguments: ElementArguments) -> bool:
         tag = lexeme.text
@@ -141,40 +123,27 @@ class MiniMaxM3Block(CallBlock):
         return False
 
     def _is_data(self, tag: str, arguments: ElementArguments) -> bool:
-        is_declared = self._schemas.declares(_read_tool_name(tag, self._schemas))
+        is_declared = self._schemas.declares(self._read_tool_name(tag))
         return arguments.has_quotation or (arguments.is_in_string and not is_declared)
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
         """Read a tag that ends the call, or that has no marker and is between arguments."""
-        match lexeme.kind:
-            case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
-                self._end_call()
-                return self._take_between_calls(lexeme)
-            case TagKind.BLOCK_OPEN:
-                self._end_call()
-            case TagKind.INVOKE_CLOSE | TagKind.LOOSE_INVOKE_CLOSE:
-                self._end_call(lexeme.text)
-                if not self._opener:
-                    self._end_block()
-                return not self._opener
-            case TagKind.BLOCK_CLOSE | TagKind.LOOSE_BLOCK_CLOSE:
-                self._end_call()
-                return self._take_between_calls(lexeme)
-            case _:
-                pass
-        return False
-
-    def _begin_call(self, tag: str) -> bool:
-        """Begin the call of an invoke tag. Return False if the tag has no name."""
-        tool = _read_tool_name(tag, self._schemas)
-        if not tool:
+        if lexeme.kind in (TagKind.INVOKE_CLOSE, TagKind.LOOSE_INVOKE_CLOSE):
+            self._end_call(lexeme.text)
+            if not self._opener:
+                self._end_block()
+            return not self._opener
+        if lexeme.kind not in (*_STRUCTURE, TagKind.LOOSE_INVOKE_OPEN, TagKind.LOOSE_BLOCK_CLOSE):
             return False
-        self._make_unread_calls()
-        self._calls.start_call(tool)
-        self._raw = [tag]
+        self._end_call()
+        return self._take_between_calls(lexeme)
+
+    def _read_tool_name(self, tag: str) -> str:
+        return _read_tool_name(tag, self._schemas)
+
+    def _begin_arguments(self, tool: str) -> None:
         schema = self._schemas.arguments(tool)
         self._arguments = ElementArguments(self._calls, schema, marker=MARKER)
-        return True
 
     def _end_call(self, closer: str = "") -> None:
         """End the open call. A call with an unreadable argument stays text."""

@@ -56,13 +56,9 @@ class Budget:
         """
         self._nodes += nodes
         self._bytes += num_bytes
-        if self._nodes > MAX_NODES:
+        if self._nodes > MAX_NODES or self._bytes > MAX_BYTES:
+            most = f"{MAX_NODES} nodes" if self._nodes > MAX_NODES else f"{MAX_BYTES} bytes"
             refuse_grammar(
-                f"the schemas have more than {MAX_NODES} nodes after references are expanded; "
-                f"send fewer or simpler schemas"
-            )
-        if self._bytes > MAX_BYTES:
-            refuse_grammar(
-                f"the schemas have more than {MAX_BYTES} bytes after references are expanded; "
+                f"the schemas have more than {most} after references are expanded; "
                 f"send fewer or simpler schemas"
             )

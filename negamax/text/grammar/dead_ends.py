@@ -142,7 +142,10 @@ def _has_characters(items: list[int]) -> bool:
 
 
 def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
-    """Return the rules that produce a finite text. `ways`: (rule, rules in one alternative)."""
+    """Return the rules that produce a finite text. `ways`: (rule, rules in one alternative).
+
+    A rule is returned if all rules in at least one of its `ways` are returned.
+    """
     finite: set[RuleT] = set()
     found: list[RuleT] = []
     users: dict[RuleT, list[tuple[RuleT, list[int]]]] = defaultdict(list)
@@ -166,24 +169,15 @@ def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
 
 def _find_writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:
     """Return for each rule whether the rule produces a finite text that is not empty."""
-    writes = [False] * len(rules)
-    users: dict[int, list[int]] = defaultdict(list)
-    found: list[int] = []
-    for owner, alternatives in enumerate(rules):
-        for symbols in alternatives:
-            if not all(_can_end(symbol, can_end) for symbol in symbols):
-                continue
-            for symbol in symbols:
-                if symbol.rule is not None:
-                    users[symbol.rule].append(owner)
-                elif symbol.writes:
-                    found.append(owner)
-    while found:
-        rule = found.pop()
-        if not writes[rule]:
-            writes[rule] = True
-            found.extend(users[rule])
-    return writes
+    found = find_finite(
+        (owner, () if symbol.rule is None else (symbol.rule,))
+        for owner, alternatives in enumerate(rules)
+        for symbols in alternatives
+        if all(_can_end(symbol, can_end) for symbol in symbols)
+        for symbol in symbols
+        if symbol.rule is not None or symbol.writes
+    )
+    return [rule in found for rule in range(len(rules))]
 
 
 def _can_end(symbol: _Symbol, can_end: list[bool]) -> bool:

@@ -23,8 +23,6 @@ from negamax.text.grammar.schema_keywords import (
     MAX_COUNT,
     drop_values,
     find_members,
-    get_list,
-    get_map,
     read_bounds,
     read_items,
     read_limits,
@@ -41,7 +39,15 @@ from negamax.text.grammar.shapes import (
     Shape,
     TextShape,
 )
-from negamax.text.schema_walk import TYPES, infer_type, is_equal, resolve_pointer, type_name
+from negamax.text.schema_walk import (
+    TYPES,
+    get_list,
+    get_map,
+    infer_type,
+    is_equal,
+    resolve_pointer,
+    type_name,
+)
 
 # Keywords that a grammar cannot enforce, because grammars cannot remember or exclude values.
 NOT_ENFORCED = (
@@ -57,7 +63,7 @@ _MAX_COMPARED_LEVELS = 3  # maximum nesting levels of compared alternatives
 
 
 class Schemas:
-    """The schemas of one document. With `infers`, a missing `type` follows from the keywords."""
+    """The schemas of one document. With `infers`, keywords imply a missing `type`."""
 
     def __init__(
         self, root: Any, *, strict: bool, infers: bool | None = None, budget: Budget | None = None

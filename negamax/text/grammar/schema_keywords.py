@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 from negamax.text.grammar.shapes import Nodes
+from negamax.text.schema_walk import get_list, get_map
 
 _LARGEST = Decimal("1e308")  # lower bounds <= -_LARGEST and upper bounds >= _LARGEST are ignored
 MAX_COUNT = 1_000_000_000  # upper limits of lengths and counts above this number are ignored
@@ -53,16 +54,6 @@ def split_nullable(node: Mapping[str, Any]) -> list[dict[str, Any]]:
 def drop_values(node: Mapping[str, Any]) -> dict[str, Any]:
     skipped = ("const", "enum", "anyOf", "oneOf", "allOf", "$ref", "$id", "type")
     return {key: node[key] for key in node if key not in skipped}
-
-
-def get_map(node: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
-    value = node.get(keyword)
-    return value if isinstance(value, Mapping) else {}
-
-
-def get_list(node: Mapping[str, Any], keyword: str) -> list[Any]:
-    value = node.get(keyword)
-    return value if isinstance(value, list) else []
 
 
 def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:

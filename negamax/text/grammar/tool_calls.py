@@ -162,7 +162,8 @@ class CallStyle(ABC):
                             f"the value {text!r} cannot be written in a call, because it contains "
                             f"the closing tag {self.end_of_text!r}"
                         )
-                    texts.append(self._spend_size(const(text)))
+                    texts.append(const(text))
+                    self.budget.spend(num_bytes=len(json.dumps(texts[-1])))
                 case TextShape():
                     texts.append(self._string(shape, schemas))
                 case ArrayShape() | ObjectShape() if part := self.nest(shape, schemas, depth=depth):
@@ -180,10 +181,6 @@ class CallStyle(ABC):
     def raw(self, *, most: int | None = None) -> Format:
         limits = {} if most is None else {"max_chars": most}
         return {"type": "any_text", "excludes": [self.end_of_text], **limits}
-
-    def _spend_size(self, part: Format) -> Format:
-        self.budget.spend(num_bytes=len(json.dumps(part)))
-        return part
 
     def _string(self, shape: TextShape, schemas: Schemas) -> Format:
         """Return the format of a raw string that follows `shape` and contains no closing tag."""

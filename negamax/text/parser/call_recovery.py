@@ -124,7 +124,7 @@ def _read_elements(text: str, schema: ValueSchema, *, depth: int) -> dict[str, s
         return read_members(inner, schema) if inner[:1] in ("{", "<") else None
     members: dict[str, str] = {}
     for key, inner in elements:
-        if key in members or (schema.lists_members and not schema.lists(key)):
+        if key in members or (schema.names and not schema.lists(key)):
             return None
         value = _read_value(inner, schema.member(key), depth=depth + 1)
         if value is None:

@@ -221,7 +221,7 @@ class ElementArguments:
         value = text.lstrip().removeprefix(self._marker) if is_marked else text
         if is_marked and not value.strip():
             schema = element.schema
-            if before is None or schema.lists(before) or not schema.lists_members:
+            if before is None or schema.lists(before) or not schema.names:
                 return
             outer = self._find_holders(element, before)
             if len(outer) == 1:
@@ -249,7 +249,7 @@ class ElementArguments:
         if not name or element.is_blank or self.has_open(name) or element.quoted:
             return False
         if not self.is_in_text:
-            may_have = element.schema.lists(name) or not element.schema.lists_members
+            may_have = element.schema.lists(name) or not element.schema.names
             return element.is_marked or (may_have and name not in element.names)
         types = element.schema.types
         can_hold = not types or bool(types & CONTAINERS and "string" not in types)
@@ -289,7 +289,7 @@ class ElementArguments:
                 container.shape is _Shape.TREE and self._open[level + 1].name == ITEM
             ):
                 is_place = name == ITEM
-            elif container.schema.lists_members:
+            elif container.schema.names:
                 is_place = container.schema.lists(name) and name not in container.names
             else:
                 is_place = may_guess and level == last - 1 and name not in container.names

@@ -152,6 +152,40 @@ class CallBlock(ABC):
     def finish(self, *, is_truncated: bool) -> None:
         """Process the output's end in the block. `is_truncated`: was the model interrupted?"""
 
+    @abstractmethod
+    def _read_tool_name(self, tag: str) -> str:
+        """Return the name of the tool in an invoke tag, or "" if the tag has no name."""
+
+    @abstractmethod
+    def _begin_arguments(self, tool: str) -> None:
+        """Prepare to read the arguments of a call of `tool`."""
+
+    def _take_between_calls(self, lexeme: Lexeme) -> bool:
+        """Process a lexeme outside calls. Return True if the lexeme ended the block."""
+        kind = lexeme.kind
+        if kind in (TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN):
+            tool = self._read_tool_name(lexeme.text)
+            if tool:
+                self._make_unread_calls()
+                self._calls.start_call(tool)
+                self._raw = [lexeme.text]
+                self._begin_arguments(tool)
+                return False
+        is_closer = kind in (TagKind.BLOCK_CLOSE, TagKind.LOOSE_BLOCK_CLOSE)
+        if not is_closer and kind not in (TagKind.CUT, TagKind.BLOCK_OPEN):
+            self._unread.append(lexeme.text)
+        is_end = is_closer or (kind is TagKind.INVOKE_CLOSE and not self._opener)
+        if is_end:
+            self._end_block(lexeme.text if is_closer else "")
+        return is_end
+
+    def _finish_call(self, stray: str) -> None:
+        """End the open call at the end of the output. `stray`: text after the last argument."""
+        if self._calls.is_announced or not stray.strip():
+            self._calls.cut_call()
+        else:
+            self._leave_call(stray)
+
     def _begin_calls(self) -> None:
         self._has_calls = True
         self._show_unread()

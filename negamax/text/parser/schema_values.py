@@ -16,7 +16,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from negamax.base.pieces import count_nesting
-from negamax.text.schema_walk import find_types, walk_alternatives
+from negamax.text.schema_walk import find_types, get_list, get_map, walk_alternatives
 
 # If a schema allows only these types, the argument is streamed as a string.
 TEXT_TYPES = frozenset({"string", "null"})
@@ -63,9 +63,7 @@ class ToolSchemas:
                 stack.extend(node)
             elif isinstance(node, Mapping):
                 stack.extend(node.values())
-                listed = node.get("properties")
-                if isinstance(listed, Mapping):
-                    members.update(dict.fromkeys(filter(_ODD.fullmatch, listed)))
+                members.update(dict.fromkeys(filter(_ODD.fullmatch, get_map(node, "properties"))))
         return _limit(list(filter(_ODD.fullmatch, self._roots))), _limit(members)
 
     def declares(self, tool: str) -> bool:
@@ -101,29 +99,23 @@ class ValueSchema:
         self.types = find_types(schemas, root=root)
         self._root = root
         self._known = known
-        self._listed: dict[str, list[Any]] = {}
-        self._members: dict[str, ValueSchema] = {}  # member -> schema, added on first use
+        self._listed: dict[str, list[Any]] = {}  # member -> its schemas
         self._others: list[Any] = []
         # for each alternative: schemas of the first items, and the schema of all later items
         self._arrays: list[tuple[list[Any], Any]] = []
         self._texts: set[str] = set()  # strings in enum and const
         self._required: set[str] = set()
         for node in walk_alternatives(schemas, root=root):
-            properties = node.get("properties")
-            if isinstance(properties, Mapping):
-                for key, schema in properties.items():
-                    self._listed.setdefault(key, []).append(schema)
+            for key, schema in get_map(node, "properties").items():
+                self._listed.setdefault(key, []).append(schema)
             self._others.append(node.get("additionalProperties"))
-            patterns = node.get("patternProperties")
-            self._others.extend(patterns.values() if isinstance(patterns, Mapping) else ())
+            self._others.extend(get_map(node, "patternProperties").values())
             items, first = node.get("items"), node.get("prefixItems")
             first = next((given for given in (first, items) if isinstance(given, list)), [])
             self._arrays.append((first, items))
-            required = node.get("required")
-            if isinstance(required, list):
-                self._required.update(name for name in required if isinstance(name, str))
-            values = node["enum"] if isinstance(node.get("enum"), list) else []
-            values = [*values, node.get("const")]
+            required = get_list(node, "required")
+            self._required.update(name for name in required if isinstance(name, str))
+            values = [*get_list(node, "enum"), node.get("const")]
             self._texts.update(value for value in values if isinstance(value, str))
 
     def missing(self, given: Collection[str]) -> str:
@@ -136,24 +128,13 @@ class ValueSchema:
     def names(self) -> Set[str]:
         return self._listed.keys()
 
-    @property
-    def lists_members(self) -> bool:
-        return bool(self._listed)
-
     def lists(self, name: str) -> bool:
         """Return whether the schema or one of its alternatives lists the member `name`."""
         return name in self._listed
 
     def member(self, name: str) -> ValueSchema:
         """Return the schema of the member `name`, or of unlisted members if `name` is unlisted."""
-        view = self._members.get(name)
-        if view is None and name in self._listed:
-            view = self._members[name] = self._view(self._listed[name])
-        return self._other if view is None else view
-
-    @functools.cached_property
-    def _other(self) -> ValueSchema:
-        return self._view(self._others)
+        return self._view(self._listed.get(name, self._others))
 
     def item(self, place: int) -> ValueSchema:
         return self._view(
