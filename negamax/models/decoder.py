@@ -130,6 +130,13 @@ class ImageTower(Protocol):
         """Project the output of the last layer to N token embeddings [N, hidden]."""
 
 
+def apply_norm(norm: RmsNorm, x: Partial, residual: Tensor) -> Tensor:
+    """Add `x` to the residual [T, width], and return the norm, which is not quantized."""
+    normed = norm(x, residual)
+    assert isinstance(normed, Tensor)
+    return normed
+
+
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:
     return AttentionSizes(
         spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
@@ -239,7 +246,12 @@ class Decoder:
             x, residual = self.embed(token_ids, images)
         else:
             x, residual = Partial(entering, self._group), torch.zeros_like(entering)
-        x, residual = self.stage(x, residual, metadata, kv, streams=streams)
+        metadata = self.prepare(metadata, kv)
+        for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):
+            entered = layer.input_norm(x, residual)
+            if number in streams:
+                streams[number] = layer.input_norm.complete(residual, x.group, out=streams[number])
+            x = layer(entered, residual, metadata, caches)
         hidden = self.last_norm(x, residual)
         last = self.spec.num_layers
         if not self.is_last_stage:
@@ -254,29 +266,6 @@ class Decoder:
         x, residual = self._embed(token_ids, self.embedding.table, images, first_id=first_id)
         return Partial(x, self._group), residual
 
-    def stage(
-        self,
-        x: Partial,
-        residual: Tensor,
-        metadata: AttentionMetadata,
-        kv: Sequence[KvCaches],
-        *,
-        streams: dict[int, Tensor | None] | None = None,
-    ) -> tuple[Partial, Tensor]:
-        """Run the first `len(kv)` layers of this rank.
-
-        `x` and `residual` [T, hidden] are the inputs of the first layer. Returns `x` and `residual`
-        after the last layer. Sets streams[k] to the residual stream before layer k, for each key k
-        of `streams`.
-        """
-        metadata = self.prepare(metadata, kv)
-        for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):
-            hidden = layer.input_norm(x, residual)
-            if streams and number in streams:
-                streams[number] = layer.input_norm.complete(residual, x.group, out=streams[number])
-            x = layer(hidden, residual, metadata, caches)
-        return x, residual
-
     def prepare(self, metadata: AttentionMetadata, kv: Sequence[KvCaches]) -> AttentionMetadata:
         """Prepare the attention metadata of a step for the first `len(kv)` layers."""
         kinds = [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
@@ -284,9 +273,7 @@ class Decoder:
 
     def last_norm(self, x: Partial, residual: Tensor) -> Tensor:
         """Return final hidden states [T, hidden]."""
-        hidden = self._norm(x, residual)
-        assert isinstance(hidden, Tensor)
-        return hidden
+        return apply_norm(self._norm, x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, vocab] fp32 of hidden [R, hidden], over the full vocabulary."""

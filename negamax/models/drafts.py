@@ -4,17 +4,26 @@ A draft model proposes tokens for its target model from the residual streams of 
 Layer number L selects the residual stream after L layers.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from negamax.base.errors import CheckpointError, ConfigError
+from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelSpec
-from negamax.models.family import ModelFamily, WeightNames
+from negamax.models.family import ModelFamily
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 LAYERS_HINT = f"list the layers that the draft was trained on in --speculative-config: {LAYERS_KEY}"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # slots of a draft's own tensors
+# rules of `Spellings` for tensors that join several matrices, and for tensors that are not used
+FUSED = (
+    (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+    (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
+)
+NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": ()}  # the target's are used
+SKIPPED = ((r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +117,21 @@ class DraftModel:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFamily(ModelFamily):
-    """A family of draft models, whose module `names` implements `DraftNames`."""
+    """A family of draft models."""
 
     method: str  # Name of the method in --speculative-config.
     architectures: tuple[str, ...]  # All spellings of the architecture in config.json.
 
 
-class DraftNames(WeightNames, Protocol):
-    """The module `names` of a draft family."""
-
-    EMBEDDING: str
-    HEAD: str
-
-    def list_slots(self, names: Iterable[str]) -> set[str]:
-        """Return the weight slots of the draft that are filled by checkpoint tensors `names`."""
+def read_layers(
+    name: str, ids: Any, *, allowed: str = "a list of layer numbers in ascending order"
+) -> tuple[int, ...]:
+    """Return `ids`, the layer numbers in field `name`. Raises `ConfigError` for an invalid list."""
+    given = ids if isinstance(ids, list | tuple) else ()
+    layers = tuple(one for one in given if type(one) is int and one >= 0)
+    if not layers or list(given) != sorted(set(layers)):
+        refuse(name, ids, allowed)
+    return layers
 
 
 class IsDraft(ConfigError):

@@ -150,7 +150,7 @@ class WeightNames(Protocol):
         """Return the layer number in a slot's name, or None if the name has no layer number."""
 
     def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
-        """List all tensors of a model, named as their weight slots."""
+        """List the own tensors of a model or draft, named as their weight slots."""
 
 
 class Init(Protocol):

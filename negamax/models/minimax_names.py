@@ -48,11 +48,13 @@ def norms(layer: int, *, root: str = "model.") -> tuple[str, str]:
     return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
 
 
-def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
+def attention_weights(
+    spec: ModelSpec, layer: int, *, norms_heads: bool, root: str = "model."
+) -> Iterator[WeightSpec]:
     """List the attention tensors. With `norms_heads`, each query or key head has a norm."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
-    own = attention(layer)
+    own = attention(layer, root=root)
     yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS, is_query=True)
     yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
     yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)

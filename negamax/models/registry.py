@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import MODELOPT_FILE, read_quantization
-from negamax.models.drafts import DraftFamily, DraftNames, DraftSpec, IsDraft
+from negamax.models.drafts import DraftFamily, DraftSpec, IsDraft
 from negamax.models.dspark import config as dspark
 from negamax.models.eagle3 import config as eagle3
 from negamax.models.family import Init, ModelFamily, WeightNames
@@ -58,10 +58,8 @@ def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
 
 def find_bundled_draft(name: str) -> DraftSpec | None:
     """Return the spec of the published draft with the short `name`, or None if unknown."""
-    found = (family.bundled.get(name.lower()) for family in DRAFTS.values())
-    spec = next((spec for spec in found if spec is not None), None)
-    assert isinstance(spec, DraftSpec | None)
-    return spec
+    known = {known: spec for family in DRAFTS.values() for known, spec in family.bundled.items()}
+    return cast(DraftSpec | None, known.get(name.lower()))
 
 
 def list_model_types(architecture: str) -> list[str]:
@@ -134,10 +132,6 @@ def bundled_names() -> tuple[str, ...]:
 
 def import_names(spec: ModelSpec) -> WeightNames:
     return cast(WeightNames, import_module(f"{find_family(spec.architecture).package}.names"))
-
-
-def import_draft_names(spec: DraftSpec) -> DraftNames:
-    return cast(DraftNames, import_names(spec))
 
 
 def import_init(spec: ModelSpec) -> Init:

@@ -206,15 +206,15 @@ class Pipeline(Decoder):
         *,
         capture: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        x, residual = self.stages[0].embed(token_ids)
+        hidden: Tensor | None = None
         first = 0
         for stage in self.stages:
             own = kv[first : first + len(stage.layers)]
-            x, residual = stage.stage(x, residual, metadata, own)
+            hidden, _ = stage.forward(token_ids, metadata, own, entering=hidden)
             first += len(own)
-        assert first == len(kv)
+        assert first == len(kv) and hidden is not None
         assert not capture
-        return self.stages[-1].last_norm(x, residual), []
+        return hidden, []
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.stages[-1].logits(hidden)

@@ -36,8 +36,8 @@ from negamax.engine.nodes.network import check_key
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.shape import SHAPE, make_shape
 from negamax.engine.wire import ModelInfo, TransferInfo
-from negamax.models.drafts import DraftModel, name_draft_errors
-from negamax.models.registry import import_draft_names, list_model_types
+from negamax.models.drafts import EMBEDDING, HEAD, DraftModel, name_draft_errors
+from negamax.models.registry import import_names, list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
@@ -338,15 +338,16 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
 
     if draft.folder is None:
         return draft
-    names = import_draft_names(draft.spec)
     with name_draft_errors(draft.folder):
-        found = names.list_slots(read_entries(Path(draft.folder)))
+        tensors = read_entries(Path(draft.folder))
+    placed = import_names(draft.spec).place(tensors, num_layers=0)
+    found = {slot for placement in placed.values() for slot in placement.slots}
     rotation = folder and rotation_file(read_json_object(folder / "config.json"), folder)
     spec = replace(
         draft.spec,
         is_rotated_back=rotation is not None,
-        own_embedding=names.EMBEDDING in found,
-        own_head=names.HEAD in found or draft.spec.is_pruned,
+        own_embedding=EMBEDDING in found,
+        own_head=HEAD in found or draft.spec.is_pruned,
     )
     borrows = not (spec.own_embedding and spec.own_head)
     if borrows and spec.hidden_size != target.hidden_size:

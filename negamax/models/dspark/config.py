@@ -15,7 +15,8 @@ from negamax.config import fields
 from negamax.config.fields import refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
 from negamax.config.quantization import QuantizationSpec
-from negamax.models.drafts import DraftFamily, DraftSpec
+from negamax.models.drafts import NO_TOKENS, DraftFamily, DraftSpec, read_layers
+from negamax.models.minimax_m2.config import PUBLISHED
 
 DSPARK, DFLASH = "DSparkMiniMaxDraftModel", "DFlashDraftModel"
 _DSPARK_NAMES = (DSPARK, "Qwen3DSparkModel", "DSparkDraftModel")
@@ -143,12 +144,14 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     if is_own:
         fields.note_unknown(flat, {*_READ, *fixed, *_OF_DFLASH, *_PER_LAYER}, notes=notes)
 
-    layers, samples_anchor = _read_layers(flat.get("target_layer_ids")), architecture == DSPARK
+    outputs = read_layers("target_layer_ids", flat.get("target_layer_ids"))
+    layers = tuple(number + 1 for number in outputs)  # output i is input i + 1
+    samples_anchor = architecture == DSPARK
     block_size = fields.read_size(flat, "block_size")
     markov_rank = fields.read_size(flat, "markov_rank") if samples_anchor else 0
     return BlockDraftSpec(
         architecture=architecture,
-        **common | {"bos_token_id": None, "eos_token_ids": ()},
+        **common | NO_TOKENS,
         target_hidden_size=fields.read_optional_size(
             flat, "target_hidden_size", common["hidden_size"]
         ),
@@ -211,15 +214,6 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     return flat
 
 
-def _read_layers(ids: object) -> tuple[int, ...]:
-    """Convert `ids` of layer outputs to ids of layer inputs: output i is input i + 1."""
-    given = ids if isinstance(ids, list | tuple) else ()
-    layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
-    if not layers or [one + 1 for one in given] != sorted(set(layers)):
-        refuse("target_layer_ids", ids, "a list of layer numbers in ascending order")
-    return layers
-
-
 def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer in tokens, or 0 for full attention."""
     types = config.get("layer_types")
@@ -256,21 +250,14 @@ def _read_swiglu(config: Mapping[str, Any]) -> tuple[float, float, float]:
 
 # the draft model of MiniMax-M3.1-Flash
 _M31 = BlockDraftSpec(
+    **PUBLISHED | NO_TOKENS,
     architecture=DSPARK,
-    vocab_size=200_064,
     hidden_size=6144,
     target_hidden_size=6144,
     num_layers=5,
     num_heads=64,
     num_kv_heads=4,
-    head_dim=128,
-    rotary_dim=64,
-    rope_theta=5_000_000.0,
-    rms_norm_eps=1e-6,
     max_position_embeddings=1_048_576,
-    dtype="bfloat16",
-    bos_token_id=None,
-    eos_token_ids=(),
     quantization=QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]}),
     aux_layers=(4, 18, 32, 46, 60),
     num_aux=5,

@@ -41,7 +41,7 @@ from negamax.layers.linear import (
 from negamax.layers.mlp import Mlp
 from negamax.layers.qk_norm import PerHeadNorm
 from negamax.layers.weights import LayerSetup, WeightSlot, slots_by_name
-from negamax.models.decoder import Decoder, DecoderLayer, attention_sizes
+from negamax.models.decoder import Decoder, DecoderLayer, apply_norm, attention_sizes
 from negamax.models.dspark import names
 from negamax.models.dspark.config import BlockDraftSpec
 from negamax.parallel.collectives import Partial
@@ -151,15 +151,11 @@ class BlockDraft:
         slots = [slot for part in parts for slot in part.slots]
         self._embed, self._group = setup.kernels[EMBED_TOKENS].run, setup.context.attention_group
         self.vocab_range = layout.vocab(spec.vocab_size)
+        table: dict[str, Any] = {"group": self._group, "weights": setup.weights}
         self._embedding: VocabEmbedding | None = None
         if spec.own_embedding:
-            self._embedding = VocabEmbedding(
-                names.EMBEDDING,
-                (spec.vocab_size, hidden),
-                rows=self.vocab_range,
-                group=self._group,
-                weights=setup.weights,
-            )
+            shape = spec.vocab_size, hidden
+            self._embedding = VocabEmbedding(names.EMBEDDING, shape, rows=self.vocab_range, **table)
             slots += self._embedding.slots
         self._head = self._markov_out = None
         if spec.own_head:
@@ -167,13 +163,8 @@ class BlockDraft:
             self._head = ColumnParallel([part], hidden, setup=plain)
             slots += self._head.slots
         if spec.markov_rank:
-            self._markov_in = VocabEmbedding(
-                names.MARKOV_IN,
-                (spec.vocab_size, spec.markov_rank),
-                rows=range(spec.vocab_size),
-                group=self._group,
-                weights=setup.weights,
-            )
+            shape = spec.vocab_size, spec.markov_rank
+            self._markov_in = VocabEmbedding(names.MARKOV_IN, shape, rows=range(shape[0]), **table)
             part = ProjectionPart(names.MARKOV_OUT, spec.vocab_size, self.vocab_range)
             self._markov_out = ColumnParallel([part], spec.markov_rank, setup=plain)
             slots += [*self._markov_in.slots, *self._markov_out.slots]
@@ -255,9 +246,7 @@ class BlockDraft:
         x, residual = self._embed_rows(token_ids.flatten())
         for layer, caches in zip(self._layers, kv, strict=True):
             x = layer(layer.input_norm(x, residual), residual, metadata, caches)
-        hidden = self._norm(x, residual)
-        assert isinstance(hidden, Tensor)
-        return hidden.unflatten(0, (num_blocks, rows))
+        return apply_norm(self._norm, x, residual).unflatten(0, (num_blocks, rows))
 
     def _embed_markov(self, previous: Tensor) -> Tensor:
         return self._embed(previous, self._markov_in.table, first_id=0)[0]

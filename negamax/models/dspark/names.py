@@ -7,11 +7,11 @@ from functools import partial
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames
 from negamax.models import minimax_names
+from negamax.models.drafts import EMBEDDING, FUSED, HEAD, SKIPPED
 from negamax.models.dspark.config import BlockDraftSpec
 from negamax.models.family import Placement, Spellings, WeightSpec, mlp_names, mlp_weights
 from negamax.models.family import layer_of as layer_of
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, CONTEXT_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
@@ -34,11 +34,8 @@ _SPELLINGS = Spellings(
         (r"^(layers\.\d+\.)(?:decoder_layer|midlayer)\.", r"\1"),
         (r"^final_norm\.", "norm."),
     ),
-    fused=(
-        (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
-        (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
-    ),
-    skipped=((r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),),
+    fused=FUSED,
+    skipped=SKIPPED,
 )
 
 
@@ -53,28 +50,15 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
     return placed
 
 
-def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the weight slots of the draft that are filled by checkpoint tensors `names`."""
-    return {slot for placed in place(names, num_layers=0).values() for slot in placed.slots}
-
-
 def weights(spec: BlockDraftSpec) -> Iterator[WeightSpec]:
-    """List the draft's own tensors (see `WeightNames`)."""
     hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
-    q_rows, kv_rows = (heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads))
     if spec.own_embedding:
         yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), is_table=True)
     yield WeightSpec(FC, (hidden, streams), splits=Axis.COLUMNS, is_head=True)
     for name in (CONTEXT_NORM, NORM):
         yield WeightSpec(name, (hidden,), parts=1)
     for layer in range(spec.num_layers):
-        own = attention(layer)
-        yield WeightSpec(own.q, (q_rows, hidden), parts=spec.num_heads, splits=Axis.ROWS)
-        for name in (own.k, own.v):
-            yield WeightSpec(name, (kv_rows, hidden), parts=spec.num_kv_heads, splits=Axis.ROWS)
-        yield WeightSpec(own.out, (hidden, q_rows), parts=spec.num_heads, splits=Axis.COLUMNS)
-        for name in (own.q_norm, own.k_norm):
-            yield WeightSpec(name, (spec.head_dim,), parts=1, dtype="float32")
+        yield from minimax_names.attention_weights(spec, layer, norms_heads=True, root="")
         yield from mlp_weights(mlp(layer), hidden, spec.intermediate_size)
         for name in norms(layer):
             yield WeightSpec(name, (hidden,), parts=1)

@@ -11,8 +11,17 @@ from typing import Any, ClassVar
 from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.fields import read_optional_size, refuse
-from negamax.models.drafts import LAYERS_HINT, LAYERS_KEY, DraftFamily, DraftSpec, IsDraft
+from negamax.models.drafts import (
+    LAYERS_HINT,
+    LAYERS_KEY,
+    NO_TOKENS,
+    DraftFamily,
+    DraftSpec,
+    IsDraft,
+    read_layers,
+)
 from negamax.models.eagle3 import speculators
+from negamax.models.minimax_m2.config import PUBLISHED
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
@@ -92,7 +101,7 @@ class Eagle3Spec(DraftSpec):
 
 def check_no_draft(config: Mapping[str, Any]) -> None:
     """Raise `IsDraft` if config.json describes a draft in the format of speculators."""
-    if speculators.is_speculators(config):
+    if speculators.MODEL_TYPE in config:
         raise IsDraft(f"a model of speculators_model_type {config[speculators.MODEL_TYPE]!r}",
                       speculators.use(config).verifier)  # fmt: skip
 
@@ -101,7 +110,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     """Read the spec from a parsed config.json. Raises `ConfigError` for an invalid field."""
     notes: list[str] = []
     use, aux_layers = speculators.Use(), _read_aux_layers
-    if speculators.is_speculators(config):
+    if speculators.MODEL_TYPE in config:
         use, aux_layers = speculators.use(config), _read_input_layers
         notes += use.notes
         config = speculators.flat(config, architecture=ARCHITECTURE)
@@ -122,7 +131,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     switches: dict[str, Any] = {name: fields.read_switch(config, name) for name in _SWITCHES}
     return Eagle3Spec(
         architecture=ARCHITECTURE,
-        **common | {"bos_token_id": None, "eos_token_ids": ()},
+        **common | NO_TOKENS,
         draft_vocab_size=read_size("draft_vocab_size", common["vocab_size"]),
         target_hidden_size=read_size("target_hidden_size", common["hidden_size"]),
         num_aux=read_size("num_aux_hidden_states", len(layers) or NUM_AUX),
@@ -171,24 +180,14 @@ def _read_input_layers(ids: object) -> tuple[int, ...]:
     """Check and return the layer numbers in config.json; () if it lists none."""
     if ids in (None, []):  # some exporters write an empty list
         return ()
-    given = ids if isinstance(ids, list | tuple) else ()
-    layers = tuple(one for one in given if type(one) is int and one >= 0)
-    if not layers or list(given) != sorted(set(layers)):
-        refuse(_IDS, ids, "a list of layer numbers in ascending order, or null")
-    return layers
+    return read_layers(_IDS, ids, allowed="a list of layer numbers in ascending order, or null")
 
 
-def _make_published(**own: Any) -> Eagle3Spec:
-    common: dict[str, Any] = {
-        "architecture": ARCHITECTURE, "vocab_size": 200_064, "num_layers": 1, "head_dim": 128,
-        "rotary_dim": 128,
-        "max_position_embeddings": 196_608, "dtype": "bfloat16", "bos_token_id": None,
-        "eos_token_ids": (), "quantization": None, "rope_theta": 5_000_000.0, "rms_norm_eps": 1e-6,
-    }  # fmt: skip
-    return Eagle3Spec(**common | own)
-
-
-_M2 = _make_published(
+_COMMON: dict[str, Any] = PUBLISHED | NO_TOKENS
+_COMMON |= {"architecture": ARCHITECTURE, "num_layers": 1, "rotary_dim": 128}
+_COMMON |= {"max_position_embeddings": 196_608, "quantization": None}
+_M2 = Eagle3Spec(
+    **_COMMON,
     hidden_size=3072,
     target_hidden_size=3072,
     num_heads=24,
@@ -196,7 +195,8 @@ _M2 = _make_published(
     intermediate_size=8192,
     draft_vocab_size=32_000,
 )
-_M3 = _make_published(
+_M3 = Eagle3Spec(
+    **_COMMON,
     hidden_size=6144,
     target_hidden_size=6144,
     num_heads=64,

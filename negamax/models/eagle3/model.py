@@ -32,7 +32,7 @@ from negamax.layers.basic import RmsNorm, VocabEmbedding
 from negamax.layers.linear import ColumnParallel, ProjectionPart, RowParallel, cat_columns
 from negamax.layers.mlp import Mlp
 from negamax.layers.weights import LayerSetup, StoredPart, WeightSlot, slots_by_name
-from negamax.models.decoder import Decoder, attention_sizes
+from negamax.models.decoder import Decoder, apply_norm, attention_sizes
 from negamax.models.eagle3 import names
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.parallel.collectives import Partial, SingleRank
@@ -58,10 +58,10 @@ class _Biases:
     ) -> None:
         """`parts`: q, k, v projections. Only rank 0 adds the output bias. The bias is optional."""
         like: dict[str, Any] = {"dtype": weights.dtype, "device": weights.device}
-        self.qkv = torch.empty(sum(len(part.rows) for part in parts), **like)
-        self.out = torch.zeros(hidden_size, **like)
-        self.slots, targets = [], self.qkv.split([len(part.rows) for part in parts])
-        for part, target in zip(parts, targets, strict=True):
+        sizes = [len(part.rows) for part in parts]
+        self.qkv, self.out = torch.empty(sum(sizes), **like), torch.zeros(hidden_size, **like)
+        self.slots = []
+        for part, target in zip(parts, self.qkv.split(sizes), strict=True):
             name = part.name.removesuffix("weight") + "bias"
             slot = WeightSlot(name, (part.total_rows,), target=target, region=(part.rows,))
             self.slots.append(slot)
@@ -152,9 +152,7 @@ class _Layer:
             weight = self._hidden_norm.weight
         else:
             residual = x.x.new_zeros(len(token_ids), x.x.shape[-1])
-            normed = self._hidden_norm(x, residual)
-            assert isinstance(normed, Tensor)
-            hidden = normed
+            hidden = apply_norm(self._hidden_norm, x, residual)
             if self._is_residual_normed:
                 residual = hidden
         if fused:
@@ -167,9 +165,7 @@ class _Layer:
 
     def enter(self, x: Partial, residual: Tensor) -> Tensor:
         """Add `x` to the residual [T, hidden]; return the input of the attention."""
-        hidden = self._input_norm(x, residual)
-        assert isinstance(hidden, Tensor)
-        return hidden
+        return apply_norm(self._input_norm, x, residual)
 
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
@@ -311,8 +307,7 @@ class Eagle3Draft:
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
         hidden, residual = self._enter_last(x, token_ids, metadata, kv)
         left = self.layers[-1](hidden, residual, metadata, kv[-1])
-        normed = self._norm(left, residual)
-        assert isinstance(normed, Tensor)
+        normed = apply_norm(self._norm, left, residual)
         if self.spec.norm_output:
             return normed, normed
         return normed, self._norm.complete(residual, left.group, copy=False)
@@ -350,10 +345,8 @@ class Eagle3Draft:
 
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
-    """Return the norm of x [T, width]."""
-    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # x is not a sum over ranks
-    assert isinstance(normed, Tensor)
-    return normed
+    """Return the norm of x [T, width], which is not a sum over ranks."""
+    return apply_norm(norm, Partial(x, _ALONE), torch.zeros_like(x))
 
 
 def _rotate_back(rows: Tensor, rotation: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames
+from negamax.models.drafts import EMBEDDING, FUSED, HEAD, SKIPPED
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import Placement, Spellings, WeightSpec, mlp_names, mlp_weights
 from negamax.models.family import layer_of as layer_of
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, FC_INPUT_NORM = "fc.weight", "input_norm.weight"
 NORM, D2T, T2D = "norm.weight", "d2t", "t2d"
 
@@ -44,20 +44,12 @@ _SPELLINGS = Spellings(
         (r"^aux_norm_mid\.", "fc_norm.1."),
         (r"^aux_norm_high\.", "fc_norm.2."),
     ),
-    fused=(
-        (r"(\.self_attn\.)qkv_proj\.", (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
-        (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
-    ),
+    fused=FUSED,
     skipped=(
         (r"^verifier_(?:norm|lm_head)\.weight$", "tensors of the verifier, used only in training"),
-        (r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
+        *SKIPPED,
     ),
 )
-
-
-def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the weight slots of the draft that are filled by checkpoint tensors `names`."""
-    return set(map(_SPELLINGS.respell, names))
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
@@ -67,7 +59,6 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
 
 
 def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:
-    """List the draft's own tensors (see `WeightNames`)."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     streams = spec.num_aux * spec.target_hidden_size

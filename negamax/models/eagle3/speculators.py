@@ -12,7 +12,7 @@ from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.fields import refuse
 
-MODEL_TYPE = "speculators_model_type"
+MODEL_TYPE = "speculators_model_type"  # field that only the speculators library writes
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
 # The speculators library always writes these fields. Engines disagree about defaults, so a file
@@ -34,11 +34,6 @@ class Use:
     speculative_tokens: int | None = None  # Draft tokens per step.
     verifier: str | None = None  # The target: a folder or a hub id.
     notes: tuple[str, ...] = ()
-
-
-def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Return whether the speculators library wrote this config.json."""
-    return MODEL_TYPE in config
 
 
 def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:

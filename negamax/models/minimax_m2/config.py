@@ -96,12 +96,6 @@ _M2 = MiniMaxM2Spec(
         },
     ),
 )
-_BUNDLED = {
-    "minimax-m2": _M2,
-    "minimax-m2.1": _M2,
-    "minimax-m2.5": _M2,
-    "minimax-m2.7": replace(_M2, max_position_embeddings=204_800),
-}
 FAMILY = ModelFamily(
     architecture=ARCHITECTURE,
     model_types=("minimax_m2",),
@@ -110,6 +104,11 @@ FAMILY = ModelFamily(
     read_spec=read_spec,
     chat=MINIMAX_M2_FAMILY,
     sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
-    bundled=_BUNDLED,
+    bundled={
+        "minimax-m2": _M2,
+        "minimax-m2.1": _M2,
+        "minimax-m2.5": _M2,
+        "minimax-m2.7": replace(_M2, max_position_embeddings=204_800),
+    },
 )
 FAMILIES = (FAMILY,)

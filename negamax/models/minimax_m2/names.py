@@ -10,7 +10,6 @@ from negamax.models.minimax_names import place as place
 
 
 def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
-    """List all tensors of a model (see `WeightNames`)."""
     hidden = spec.hidden_size
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(spec.num_layers):

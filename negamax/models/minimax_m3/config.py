@@ -203,11 +203,6 @@ def _read_tower(
     fields.check_fixed(tower, fixed)
     around = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True}
     fields.check_fixed(config, {**around, "vision_feature_layer": -1})
-    merge = {
-        **(config.get("img_token_compression_config") or {}),
-        **(tower.get("img_token_compression_config") or {}),
-        **tower,
-    }
     sizes = {
         "hidden_size": 1280,
         "num_hidden_layers": 32,
@@ -218,7 +213,9 @@ def _read_tower(
         "temporal_patch_size": 2,
         "layer_norm_eps": 1e-5,
         "rope_theta": 10_000.0,
-        **merge,
+        **(config.get("img_token_compression_config") or {}),
+        **(tower.get("img_token_compression_config") or {}),
+        **tower,
         **(tower.get("rope_parameters") or {}),
     }
     return VisionSpec(

@@ -63,7 +63,6 @@ def vision_layer(layer: int) -> VisionLayerNames:
 
 
 def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
-    """List all tensors of a model (see `WeightNames`)."""
     hidden, shared_width = spec.hidden_size, spec.shared_width
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(spec.num_layers):

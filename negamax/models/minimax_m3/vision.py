@@ -113,7 +113,6 @@ class VisionTower:
         )
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode `images` at once, see `start` and `finish`."""
         return self.finish(self.run_part(self.start(images), 0, 1, 1))
 
     def start(self, images: Sequence[Tensor]) -> PartialImages:
@@ -131,14 +130,12 @@ class VisionTower:
     def run_part(
         self, images: PartialImages, first: int, stop: int, num_parts: int
     ) -> PartialImages:
-        """Run parts `first` to `stop` - 1 of the `num_parts` parts of the layers."""
         h, count = images.h, len(self._layers)
         for layer in self._layers[count * first // num_parts : count * stop // num_parts]:
             h = layer(h, images.angles, images.sizes)
         return replace(images, h=h)
 
     def finish(self, images: PartialImages) -> Tensor:
-        """Return the embeddings of all images, [image tokens, text hidden]."""
         squares = self._project(images.h).unflatten(0, (-1, self.spec.patches_per_token))
         return self._merge(squares.flatten(1))
 
