@@ -188,10 +188,7 @@ class TensorFormat:
     def is_held_as(self, other: TensorFormat) -> bool:
         """Return whether both formats keep equal tensors, and drop tensors with equal names."""
         return (
-            all(
-                getattr(self, name) == getattr(other, name)
-                for name in ("element", "packing", "zero_offset", "global_scale", "activation")
-            )
+            replace(self, name=other.name, tensors=other.tensors) == other
             and len(self.tensors) == len(other.tensors)
             and all(
                 own == its or (own.name == its.name and not own.is_kept and not its.is_kept)
@@ -211,11 +208,11 @@ class TensorFormat:
         Each kept tensor must have a dimension over the rows. If a tensor may have several dtypes,
         these dtypes must all be floats, or have one size.
         """
-        held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(
             t.held().axis(Axis.ROWS) is not None
             and ({*t.dtypes} <= {*FLOATS} or len({ITEM_BYTES[dtype] for dtype in t.dtypes}) == 1)
-            for t in held
+            for t in self.tensors
+            if t.is_kept
         )
 
     @property

@@ -13,14 +13,13 @@ from negamax.formats.floats import (
     E4M3_BLOCKS,
     E4M3_FNUZ,
     PER_MATRIX,
-    PLAIN,
     fp8,
     mxfp8,
     nvfp4,
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import Axis, Dim, TensorFormat
-from negamax.quantization.scheme import Scheme, check_table, is_within, read_modules, refuse
+from negamax.quantization.scheme import Scheme, check_table, read_modules, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 MXFP8 = mxfp8(scale_name="weight_scale_inv")
@@ -28,7 +27,6 @@ PACKED_NVFP4 = nvfp4(
     values="weight_packed", global_scale="weight_global_scale", divides=True,
     input_scale="input_global_scale",
 )  # fmt: skip
-_EXPERTS = ("block_sparse_moe.experts",)
 _PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # modules of M3.1 that are never quantized
 
 
@@ -45,14 +43,7 @@ def read_mxfp8(spec: QuantizationSpec) -> Scheme:
     plain = read_modules(spec, "ignored_layers", "modules_to_not_convert")
     if not has_nvfp4:
         return Scheme.uniform(MXFP8, plain)
-    plain += _PLAIN_IN_M31
-
-    def format_of(module: str) -> TensorFormat:
-        if is_within(module, plain):
-            return PLAIN
-        return PACKED_NVFP4 if is_within(module, _EXPERTS) else MXFP8
-
-    return Scheme((MXFP8, PACKED_NVFP4), format_of)
+    return Scheme.uniform(MXFP8, (*plain, *_PLAIN_IN_M31), experts=PACKED_NVFP4)
 
 
 def _format(spec: QuantizationSpec) -> TensorFormat:

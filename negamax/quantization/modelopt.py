@@ -80,11 +80,10 @@ def read(spec: QuantizationSpec) -> Scheme:
         return Scheme.uniform(stored, excluded)
     listed = _listed(spec)
     find = make_lookup(listed)
-
-    def format_of(module: str) -> TensorFormat:
-        return PLAIN if is_within(module, excluded) else find(module) or PLAIN
-
-    return Scheme.of(listed.values(), format_of)
+    return Scheme.of(
+        listed.values(),
+        lambda module: PLAIN if is_within(module, excluded) else find(module) or PLAIN,
+    )
 
 
 def _listed(spec: QuantizationSpec) -> dict[str, TensorFormat]:

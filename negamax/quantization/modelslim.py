@@ -114,11 +114,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         )
     if not formats:
         refuse(spec, "*.weight", None, ", ".join(_TYPES))
-
-    def format_of(module: str) -> TensorFormat:
-        return formats.get(canonicalize(module), PLAIN)
-
-    return Scheme.of(formats.values(), format_of)
+    return Scheme.of(formats.values(), lambda module: formats.get(canonicalize(module), PLAIN))
 
 
 def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:

@@ -7,7 +7,7 @@ tensor names in the index. `negamax convert` writes a description with this meth
 """
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.formats.floats import E4M3, E4M3_GROUP, PLAIN
+from negamax.formats.floats import E4M3, E4M3_GROUP
 from negamax.formats.tensor_format import (
     COLUMNS,
     ONE,
@@ -19,7 +19,7 @@ from negamax.formats.tensor_format import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.scheme import Scheme, check_table, is_within, read_modules
+from negamax.quantization.scheme import Scheme, check_table, read_modules
 
 LARGEST = 240.0
 
@@ -43,10 +43,4 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_table(spec, "neuron")
     plain = read_modules(spec, "modules_to_not_convert")
     experts = NEURON_EXPERT_ROWS if spec.fields.get("expert_scales") else NEURON_BLOCKS
-
-    def format_of(module: str) -> TensorFormat:
-        if is_within(module, plain):
-            return PLAIN
-        return experts if is_within(module, ("experts",)) else NEURON_ROWS
-
-    return Scheme((NEURON_ROWS, experts), format_of)
+    return Scheme.uniform(NEURON_ROWS, plain, experts=experts)

@@ -50,7 +50,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def has_mxfp8(scheme: Scheme) -> bool:
-    return any(map(_is_mxfp8, scheme.formats))
+    return any(stored.name == MXFP8.name for stored in scheme.formats)
 
 
 def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
@@ -67,19 +67,12 @@ def convert_to_blocks(scheme: Scheme) -> Scheme:
     m is above 224. The RMS change of a matrix is therefore below 128 * 2^-17.8 = 5.6e-4 of its RMS.
     Rounding to MXFP8 changes a matrix by 2.6e-2 of its RMS.
     """
-
-    def format_of(module: str) -> TensorFormat:
-        return _blocks(scheme.format_of(module))
-
-    return Scheme(tuple(map(_blocks, scheme.formats)), format_of)
+    formats = tuple(map(_blocks, scheme.formats))
+    return Scheme(formats, lambda module: _blocks(scheme.format_of(module)))
 
 
 @cache
 def _blocks(stored: TensorFormat) -> TensorFormat:
-    if not _is_mxfp8(stored):
+    if stored.name != MXFP8.name:
         return stored
     return replace(E4M3_BLOCKS, made_of=stored, rounding=Rounding(to_powers=True))
-
-
-def _is_mxfp8(stored: TensorFormat) -> bool:
-    return stored.name == MXFP8.name

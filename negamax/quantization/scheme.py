@@ -43,9 +43,20 @@ class Scheme:
         return cls(tuple(found), format_of)
 
     @classmethod
-    def uniform(cls, stored: TensorFormat, plain: Sequence[str]) -> Scheme:
-        """Build a scheme in which all modules except those in `plain` have the format `stored`."""
-        return cls((stored,), lambda module: PLAIN if is_within(module, plain) else stored)
+    def uniform(
+        cls, stored: TensorFormat, plain: Sequence[str], *, experts: TensorFormat | None = None
+    ) -> Scheme:
+        """Build a scheme in which all modules except those in `plain` have the format `stored`.
+
+        If `experts` is given, routed experts have this format instead.
+        """
+
+        def format_of(module: str) -> TensorFormat:
+            if is_within(module, plain):
+                return PLAIN
+            return experts if experts and is_within(module, ("experts",)) else stored
+
+        return cls.of((stored, experts or stored), format_of)
 
 
 @dataclass(frozen=True)
