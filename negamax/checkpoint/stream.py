@@ -48,7 +48,7 @@ class Part(NamedTuple):
     change: Tensor | None = None  # [] fp32, relative squared conversion error; None: no conversion
 
 
-GiveParts = Callable[[], Sequence[Part]]
+GiveParts = Callable[[], Sequence[Part]]  # waits for the parts of a move, and returns the parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
             region, outer = slot.stored.part(slot.matrix_region), slot.stored.part(whole)
             found = _within(made[slot.stored.name], region, outer)
         is_first = move.is_of_values
-        broken, zeros = _broken(there) * is_first, _has_zeros(there)
+        broken, zeros = _broken(there) if is_first else [], _has_zeros(there)
         about = (plain, change) if is_first else ()
         parts.append(Part(move, found, broken, zeros, *about))
     return parts

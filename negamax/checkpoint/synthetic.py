@@ -23,7 +23,6 @@ from negamax.formats.tensor_format import Role, StoredTensor
 from negamax.kernels.quantize.stored import known_entries
 from negamax.kernels.weight_only.draw import draw
 from negamax.layers.weights import WeightSlot
-from negamax.models.family import Initializer
 from negamax.models.registry import import_init
 
 # Constants of random E4M3 weights with block scales. `weight_only/draw.py` draws other formats.
@@ -59,7 +58,9 @@ def fill_synthetic(
         generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         stored = slots[0].stored
         if stored is None:
-            tensors = _plain(slots, init.draw(name, spec), generator=generator)
+            own = init.draw(name, spec)
+            tensors = _normal(slots, torch.float32, mean=own.mean, std=own.std, generator=generator)
+            tensors = F.normalize(tensors, dim=-1) if own.unit_rows else tensors
         else:
             weight = name.removesuffix(stored.name) + PLAIN.values.name
             std = init.draw(weight, spec).std
@@ -82,11 +83,6 @@ def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightS
         size = max(1, DRAW_ELEMENTS // math.prod(members[0].shape))
         for number, first in enumerate(range(0, len(members), size)):
             yield name, number, members[first : first + size]
-
-
-def _plain(slots: Sequence[WeightSlot], init: Initializer, *, generator: torch.Generator) -> Tensor:
-    noise = _normal(slots, torch.float32, mean=init.mean, std=init.std, generator=generator)
-    return F.normalize(noise, dim=-1) if init.unit_rows else noise
 
 
 def _stored(

@@ -200,33 +200,24 @@ def _run(
 
 def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
     target, folder = conversion.target, conversion.destination
-    layers = list(source.layers)
-    if target is not None and target.is_neuron:
-        if conversion.tp > 1:
-            raise ConfigError(
-                f"--to {target.name} does not support --tensor-parallel-size {conversion.tp}, "
-                f"because the Neuron runtime splits the weights itself",
-                hint="remove --tensor-parallel-size; to split the result for Negamax, convert "
-                "the result a second time without --to",
-            )
-        return [
-            _LayerStep(
-                layer,
-                list(neuron_pieces(source, layer, target)),
-                [(folder / file_name(layer), Shard())],
-            )
-            for layer in layers
-        ]
+    neuron = target if target is not None and target.is_neuron else None
+    if neuron and conversion.tp > 1:
+        raise ConfigError(
+            f"--to {neuron.name} does not support --tensor-parallel-size {conversion.tp}, because "
+            f"the Neuron runtime splits the weights itself",
+            hint="remove --tensor-parallel-size; to split the result for Negamax, convert the "
+            "result a second time without --to",
+        )
     quantization = source.spec.quantization if target is None else target.quantization
     shards = make_shards(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
-    return [
-        _LayerStep(
-            layer,
-            list(pieces(source, layer, target)),
-            [(folder / shard.file_name(number, len(layers)), shard) for shard in shards],
-        )
-        for number, layer in enumerate(layers)
-    ]
+    steps = []
+    for number, layer in enumerate(source.layers):
+        names = [shard.file_name(number, len(source.layers)) for shard in shards]
+        names = [file_name(layer)] if neuron else names
+        files = [(folder / name, shard) for name, shard in zip(names, shards, strict=True)]
+        made = neuron_pieces(source, layer, neuron) if neuron else pieces(source, layer, target)
+        steps.append(_LayerStep(layer, list(made), files))
+    return steps
 
 
 def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,8 @@ class Source:
         # Only the text model is converted. A vision tower is copied unchanged.
         self.spec: ModelSpec = replace(whole, vision=None)
         self.scheme = detect(self.spec.quantization)
+        # layer numbers, followed by None for the tensors outside the layers
+        self.layers: list[int | None] = [*range(self.spec.num_layers), None]
         names = import_names(self.spec)
         specs = {name: spec for spec in names.weights(self.spec) for name in spec.names()}
         slots = {
@@ -161,11 +163,6 @@ class Source:
 
     def reader(self) -> CheckpointReader:
         return JoiningReader(self._entries) if self.ranks else CheckpointReader()
-
-    @property
-    def layers(self) -> Iterator[int | None]:
-        """The layer numbers, followed by None for the tensors outside the layers."""
-        return iter((*range(self.spec.num_layers), None))
 
     def read_layer(self, layer: int | None) -> list[Weight]:
         return [weight for weight in self.weights if weight.layer == layer]
