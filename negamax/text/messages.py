@@ -236,7 +236,6 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
 def _check_message(
     message: Any, i: int, family: ChatFamily | None, takes_images: bool
 ) -> dict[str, Any]:
-    """Check and normalize the fields of one message."""
     if not isinstance(message, Mapping):
         _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
     role = message.get("role")

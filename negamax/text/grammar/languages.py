@@ -8,6 +8,8 @@ range of Unicode. Source: Owens, Reppy, Turon, "Regular-expression derivatives r
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from negamax.text.grammar.dead_ends import find_finite
+
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint pairs (first and last character)
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
@@ -316,16 +318,9 @@ def unite(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _keep_live(is_end: Collection[bool], steps: list[list[tuple[Ranges, int]]]) -> list[State]:
-    before: list[list[int]] = [[] for _ in steps]
-    for number, following in enumerate(steps):
-        for _, target in following:
-            before[target].append(number)
-    live, waiting = set(), [number for number, ends in enumerate(is_end) if ends]
-    while waiting:
-        number = waiting.pop()
-        if number not in live:
-            live.add(number)
-            waiting += before[number]
+    ways: list[tuple[int, tuple[int, ...]]] = [(n, ()) for n, ends in enumerate(is_end) if ends]
+    ways += [(n, (target,)) for n, following in enumerate(steps) for _, target in following]
+    live = find_finite(ways)
     if 0 not in live:
         return []
     places = {number: place for place, number in enumerate(sorted(live))}

@@ -33,7 +33,6 @@ class CallWriter:
         self._has_members = False  # whether the innermost open container has members or items
 
     def start_call(self, name: str) -> None:
-        """Begin the next call of the tool `name`."""
         self._index += 1
         self._has_members = False
         self._closers.clear()

@@ -223,7 +223,6 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Write a parsed value as JSON."""
     written = _encode(value)
     try:
         written.encode()
