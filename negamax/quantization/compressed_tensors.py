@@ -97,10 +97,10 @@ def _check_transforms(spec: QuantizationSpec) -> None:
 
     Raises `ConfigError` for rotations that the running model would have to apply.
     """
-    said = spec.fields.get("transform_config") or {}
-    transforms = said.get("config_groups") if isinstance(said, Mapping) else None
-    if said and not isinstance(transforms, Mapping):
-        refuse(spec, "transform_config", said, "an object with config_groups, or null")
+    given = spec.fields.get("transform_config") or {}
+    transforms = given.get("config_groups") if isinstance(given, Mapping) else None
+    if given and not isinstance(transforms, Mapping):
+        refuse(spec, "transform_config", given, "an object with config_groups, or null")
     for name, transform in (transforms or {}).items():
         steps = transform.get("apply") if isinstance(transform, Mapping) else None
         where = QuantizationSpec(spec.method, {}, f"transform_config.config_groups.{name}")

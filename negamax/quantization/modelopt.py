@@ -91,10 +91,10 @@ def _listed(spec: QuantizationSpec) -> dict[str, TensorFormat]:
     if not isinstance(layers, Mapping) or not layers:
         refuse(spec, "quantized_layers", layers, "an object with an entry per module")
     listed = {}
-    for module, said in layers.items():
-        if not isinstance(said, Mapping):
-            refuse(spec, f"quantized_layers.{module}", said, "an object")
-        fields = {**said, "quant_algo": _upper(said.get("quant_algo"))}
+    for module, given in layers.items():
+        if not isinstance(given, Mapping):
+            refuse(spec, f"quantized_layers.{module}", given, "an object")
+        fields = {**given, "quant_algo": _upper(given.get("quant_algo"))}
         one = QuantizationSpec(spec.method, fields, f"quantized_layers.{module}")
         check_fields(one, {"quant_algo": tuple(ALGORITHMS)}, beside=("group_size",))
         listed[module] = _format(one)
@@ -109,8 +109,8 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 def _group_size(spec: QuantizationSpec) -> dict[str, Any]:
     groups = spec.fields.get("config_groups")
-    said = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [group.get("weights") for group in said if isinstance(group, Mapping)]
+    given = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in given if isinstance(group, Mapping)]
     sizes = [w["group_size"] for w in weights if isinstance(w, Mapping) and "group_size" in w]
     return {"group_size": sizes[0]} if sizes else {}
 

@@ -98,15 +98,15 @@ _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    others = {name: said for name, said in spec.fields.items() if "." not in name}
+    others = {name: given for name, given in spec.fields.items() if "." not in name}
     check_table(QuantizationSpec(spec.method, others, spec.source), "modelslim")
     formats: dict[str, TensorFormat] = {}
-    for name, said in spec.fields.items():
+    for name, given in spec.fields.items():
         if name.endswith(".weight"):
-            if said not in _TYPES:
-                refuse(spec, name, said, ", ".join(_TYPES))
+            if given not in _TYPES:
+                refuse(spec, name, given, ", ".join(_TYPES))
             module = name.removesuffix(".weight")
-            formats[canonicalize(module)] = _format(spec, module, said)
+            formats[canonicalize(module)] = _format(spec, module, given)
     if not formats and spec.source == "config.json":
         raise ConfigError(
             f"the checkpoint is quantized by {spec.method!r} and has no {DESCRIPTION}",
@@ -117,19 +117,19 @@ def read(spec: QuantizationSpec) -> Scheme:
     return Scheme.of(formats.values(), lambda module: formats.get(canonicalize(module), PLAIN))
 
 
-def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
+def _format(spec: QuantizationSpec, module: str, given: str) -> TensorFormat:
     size = group_size(spec) if spec.fields.get("group_size") else -1
-    if said == "FLOAT":
+    if given == "FLOAT":
         return PLAIN
-    if said == "W8A8" and f"{module}.weight_scale" not in spec.fields:
+    if given == "W8A8" and f"{module}.weight_scale" not in spec.fields:
         return use_rounded_activations(INT8_DEQ_SCALE)
-    if said == "W4A8_DYNAMIC":
+    if given == "W4A8_DYNAMIC":
         if spec.fields.get("version") != "1.0.0" or size != -1:
             refuse(
-                spec, f"{module}.weight", said,
+                spec, f"{module}.weight", given,
                 "W4A8_DYNAMIC of version 1.0.0 without groups (other layouts are unknown)",
             )  # fmt: skip
         return int4(16 if module.endswith(_ROW_PARALLEL) else 1)
-    is_static = said in ("W8A8", "W8A8_MIX")
+    is_static = given in ("W8A8", "W8A8_MIX")
     stored = int8(-1 if is_static else size, is_static=is_static)
-    return stored if said == "W8A16" else use_rounded_activations(stored)
+    return stored if given == "W8A16" else use_rounded_activations(stored)

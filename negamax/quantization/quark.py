@@ -52,8 +52,8 @@ def read(spec: QuantizationSpec) -> Scheme:
         return any(fnmatchcase(name, pattern) for pattern in cached)
 
     listed = [
-        ((name,), _layer(spec, f"layer_quant_config.{name}", said, cached=is_cached(name)))
-        for name, said in layers.items()
+        ((name,), _layer(spec, f"layer_quant_config.{name}", given, cached=is_cached(name)))
+        for name, given in layers.items()
     ]
     others = _layer(spec, "global_quant_config", spec.fields.get("global_quant_config"))
     excluded = read_modules(spec, "exclude")
@@ -66,14 +66,14 @@ def read(spec: QuantizationSpec) -> Scheme:
     return Scheme.of((*(stored for _, stored in listed), others), format_of)
 
 
-def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the format in `said`, the value of field `name`. `cached`: are the outputs cached?"""
-    if said is None:
+def _layer(spec: QuantizationSpec, name: str, given: Any, *, cached: bool = False) -> TensorFormat:
+    """Return the format in `given`, the value of field `name`. `cached`: are the outputs cached?"""
+    if given is None:
         return PLAIN
-    if not isinstance(said, Mapping):
-        refuse(spec, name, said, "an object or null")
-    fields = QuantizationSpec(spec.method, dict(said), name)
-    outputs = said.get("output_tensors")
+    if not isinstance(given, Mapping):
+        refuse(spec, name, given, "an object or null")
+    fields = QuantizationSpec(spec.method, dict(given), name)
+    outputs = given.get("output_tensors")
     check_fields(
         fields,
         {"output_tensors": (outputs if cached else None, {}), "bias": (None, {})},
@@ -81,7 +81,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     )
     if cached and outputs:
         _check(fields, "output_tensors", outputs, "quark_output")
-    weight, inputs = said.get("weight"), said.get("input_tensors")
+    weight, inputs = given.get("weight"), given.get("input_tensors")
     if not weight:
         return PLAIN
     if isinstance(weight, Sequence):
@@ -110,11 +110,11 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     return use_rounded_activations(stored) if inputs else stored
 
 
-def _check(spec: QuantizationSpec, name: str, said: Any, table: str) -> None:
-    """Check `said`, the value of `name`, against `table` of fields.toml. Raises `ConfigError`."""
-    if not isinstance(said, Mapping):
-        refuse(spec, name, said, "an object")
-    check_table(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), table)
+def _check(spec: QuantizationSpec, name: str, given: Any, table: str) -> None:
+    """Check `given`, the value of `name`, against `table` of fields.toml. Raises `ConfigError`."""
+    if not isinstance(given, Mapping):
+        refuse(spec, name, given, "an object")
+    check_table(QuantizationSpec(spec.method, dict(given), f"{spec.source}.{name}"), table)
 
 
 @cache

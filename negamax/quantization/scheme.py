@@ -132,12 +132,12 @@ def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
 def check_kv_cache(spec: QuantizationSpec) -> None:
     """Raise `ConfigError` if `kv_cache_scheme` is not an FP8 KV cache with scales."""
     name = "kv_cache_scheme"
-    said = spec.fields.get(name)
-    if said is None:
+    given = spec.fields.get(name)
+    if given is None:
         return
-    if not isinstance(said, Mapping):
-        refuse(spec, name, said, "an FP8 object, or null")
-    check_table(QuantizationSpec(spec.method, dict(said), name), "kv_cache")
+    if not isinstance(given, Mapping):
+        refuse(spec, name, given, "an FP8 object, or null")
+    check_table(QuantizationSpec(spec.method, dict(given), name), "kv_cache")
 
 
 def is_within(module: str, names: Sequence[str]) -> bool:
@@ -184,14 +184,14 @@ def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
     Tools differ in prefixes and in the name of the MoE block. If `pattern` mentions experts or MLP
     projections, the names also include the names that tools use for experts' matrices.
     """
-    return _spell(module, tells_experts=_tells_experts(pattern.pattern))
+    return _spell(module, mentions_experts=_mentions_experts(pattern.pattern))
 
 
-def _spell(module: str, *, tells_experts: bool) -> Iterator[str]:
+def _spell(module: str, *, mentions_experts: bool) -> Iterator[str]:
     yield module
     bare = canonicalize(module)
     names = [bare, _MOE.sub("mlp", bare)]
-    if ".experts." in bare and tells_experts:
+    if ".experts." in bare and mentions_experts:
         names += [_MATRIX.sub(lambda match: _MATRICES[match[0]], name) for name in names]
     for name in names:
         yield from (prefix + name for prefix in _PREFIXES)
@@ -230,7 +230,7 @@ _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PRO
 
 
 @cache
-def _tells_experts(pattern: str) -> bool:
+def _mentions_experts(pattern: str) -> bool:
     """Return whether `pattern` mentions experts, or projections together with "mlp".
 
     A pattern with only "down_proj" means dense and shared MLPs, as experts have w1, w2 and w3.
@@ -263,8 +263,8 @@ def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _match_any(module: str, patterns: tuple[str, ...]) -> bool:
     return any(
-        any(map(expression.match, _spell(module, tells_experts=tells_experts)))
-        for expression, tells_experts in _expressions(patterns)
+        any(map(expression.match, _spell(module, mentions_experts=mentions_experts)))
+        for expression, mentions_experts in _expressions(patterns)
     )
 
 
@@ -275,12 +275,12 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool
     Raises `ConfigError` for an invalid pattern.
     """
     found = []
-    for tells_experts in (False, True):
-        alike = [each for each in patterns if _tells_experts(each) is tells_experts]
+    for mentions_experts in (False, True):
+        alike = [each for each in patterns if _mentions_experts(each) is mentions_experts]
         try:
             if alike:
                 joined = "|".join(f"(?:{each})" for each in alike)
-                found.append((compile_pattern(joined), tells_experts))
+                found.append((compile_pattern(joined), mentions_experts))
         except re.error as error:
             raise ConfigError(
                 f"the checkpoint selects modules by {', '.join(alike)}, which cannot be "
@@ -290,6 +290,5 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool
 
 
 def refuse(spec: QuantizationSpec, name: str, value: Any, allowed: str) -> NoReturn:
-    """Raise `ConfigError` with the value and the supported values."""
     where = "quantization_config" if spec.source == "config.json" else spec.source
     fields.refuse(f"{where}.{name}", value, allowed)
