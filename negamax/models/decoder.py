@@ -80,7 +80,6 @@ class DecoderLayer:
         self.slots = [slot for part in parts for slot in part.slots]
 
     def finish_loading(self) -> None:
-        """Prepare the weights for their kernels."""
         self.attention.finish_loading()
         self.mlp.finish_loading()
 

@@ -50,10 +50,9 @@ def find_family(architecture: str) -> ModelFamily:
 def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
     """Return the draft family of a config.json, or None if the model is not a draft."""
     names = config.get("architectures")
-    for family in DRAFTS.values():
-        if isinstance(names, list | tuple) and any(name in family.architectures for name in names):
-            return family
-    return None
+    names = names if isinstance(names, list | tuple) else ()
+    found = (family for family in DRAFTS.values() for name in names if name in family.architectures)
+    return next(found, None)
 
 
 def find_bundled_draft(name: str) -> DraftSpec | None:

@@ -149,6 +149,11 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     samples_anchor = architecture == DSPARK
     block_size = fields.read_size(flat, "block_size")
     markov_rank = fields.read_size(flat, "markov_rank") if samples_anchor else 0
+    minimax: dict[str, Any] = {}
+    if is_minimax:
+        names = ("swiglu_alpha", "swiglu_limit")
+        alpha, limit = (fields.read_required_number(flat, name) for name in names)
+        minimax = {"swiglu": (alpha, limit, 1.0), "is_gemma": True}
     return BlockDraftSpec(
         architecture=architecture,
         **common | NO_TOKENS,
@@ -167,9 +172,8 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
         windows=_read_windows(flat, common["num_layers"]),
         is_causal=fields.read_switch(flat, "causal"),
         intermediate_size=fields.read_size(flat, "intermediate_size"),
-        swiglu=_read_swiglu(flat) if is_minimax else (1.0, None, 0.0),
-        is_gemma=is_minimax,
         notes=tuple(notes),
+        **minimax,
     )
 
 
@@ -239,13 +243,6 @@ def _read_confidence_width(config: Mapping[str, Any], hidden_size: int, markov_r
     if not fields.read_switch(config, "enable_confidence_head"):
         return 0
     return hidden_size + markov_rank if with_markov else hidden_size
-
-
-def _read_swiglu(config: Mapping[str, Any]) -> tuple[float, float, float]:
-    alpha, limit = (
-        fields.read_required_number(config, name) for name in ("swiglu_alpha", "swiglu_limit")
-    )
-    return alpha, limit, 1.0
 
 
 # the draft model of MiniMax-M3.1-Flash

@@ -16,7 +16,6 @@ SHARED_GAIN = 0.5  # factor for outputs of the shared expert and dense MLPs; 1 f
 
 
 def draw(name: str, spec: MiniMaxM3Spec) -> Initializer:
-    """Choose the distribution of the values of weight `name`."""
     if spec.vision is not None and (shape := names.vision_shapes(spec.vision).get(name)):
         return _draw_vision(name, shape, num_layers=spec.vision.num_layers)
     depth = math.sqrt(2 * spec.num_layers)
@@ -31,7 +30,6 @@ def draw(name: str, spec: MiniMaxM3Spec) -> Initializer:
 
 
 def _draw_vision(name: str, shape: tuple[int, ...], *, num_layers: int) -> Initializer:
-    """Choose the distribution of the values of vision weight `name`."""
     if len(shape) == 1:
         is_norm = name.endswith(".weight")
         return minimax_m2.NORM if is_norm else Initializer(std=0.02)
