@@ -47,12 +47,12 @@ class BrokenScale:
     def describe(self, reader: CheckpointReader) -> str:
         """Describe the invalid scales: name, count, first index and first value."""
         values = reader.read(self.entry)
-        broken = _no_scales(values, may_be_negative=self.may_be_negative)
+        broken = _find_invalid(values, may_be_negative=self.may_be_negative)
         places = broken.nonzero()
         if not len(places):
             return f"{self.entry.name}: all scales that one rank needs are 0"
-        value = _numbers(values)[tuple(places[0].tolist())].item()
-        return f"{_spot(self.entry, places)}: {value:g}"
+        value = _to_fp32(values)[tuple(places[0].tolist())].item()
+        return f"{_describe_places(self.entry, places)}: {value:g}"
 
 
 @dataclass
@@ -77,7 +77,6 @@ class FiniteCheck:
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
-        """Record an invalid scale, which `finish` reports."""
         self._scales[scale.entry.name] = scale
 
     def finish(self, reader: CheckpointReader) -> None:
@@ -105,7 +104,7 @@ class FiniteCheck:
             ]
         if broken:
             found = [_describe(reader, self._parts[n].sources) for n in sorted(broken)[:_MAX_NAMED]]
-            names = _some(found, len(broken))
+            names = _join_found(found, len(broken))
             texts.append(f"the checkpoint has values that are NaN or infinite: {names}")
         if texts:
             raise CheckpointError("; ".join(texts), hint=_BROKEN)
@@ -129,7 +128,8 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):
-            text = f"the checkpoint has values that are NaN or infinite: {_spot(entry, places)}"
+            found = _describe_places(entry, places)
+            text = f"the checkpoint has values that are NaN or infinite: {found}"
             raise CheckpointError(text, hint=_BROKEN)
 
 
@@ -141,22 +141,22 @@ def find_broken_scale(
     if values.numel() == 0:
         return None
     if values.dtype not in _POWERS:
-        lowest, highest = torch.aminmax(_numbers(values))
+        lowest, highest = torch.aminmax(_to_fp32(values))
         if lowest.item() > 0 and highest.item() < torch.inf:
             return None
-    if bool(_no_scales(values, may_be_negative=may_be_negative).any()):
+    if bool(_find_invalid(values, may_be_negative=may_be_negative).any()):
         return BrokenScale(entry, may_be_negative)
     return None
 
 
-def _numbers(values: Tensor) -> Tensor:
+def _to_fp32(values: Tensor) -> Tensor:
     """Convert scales to fp32. ModelSlim stores the bits of an fp32 scale in an int64."""
     if values.dtype is torch.int64:
         return values.to(torch.int32).view(torch.float32)
     return values.float()
 
 
-def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
+def _find_invalid(values: Tensor, *, may_be_negative: bool) -> Tensor:
     """Return a mask that is True where `values` are invalid as scales.
 
     Scales above 2^10 are invalid. Real weights have smaller scales, and kernels multiply bf16
@@ -166,7 +166,7 @@ def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     if values.dtype in _POWERS:
         exponents = values.view(torch.uint8)
         return exponents > 127 + 10 if bool(exponents.any()) else exponents == 0
-    numbers = _numbers(values)
+    numbers = _to_fp32(values)
     broken = ~numbers.isfinite()
     if not may_be_negative:
         broken |= numbers < 0
@@ -191,21 +191,21 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
         is_plain = values.dtype in _SPECIAL_BITS
         places = (find_non_finite(values) if is_plain else ~values.float().isfinite()).nonzero()
         if len(places):
-            return _spot(entry, places)
+            return _describe_places(entry, places)
     return f"{sources[0].name}: some values are too large for the compute dtype"
 
 
-def _spot(entry: TensorEntry, places: Tensor) -> str:
+def _describe_places(entry: TensorEntry, places: Tensor) -> str:
     size = " x ".join(map(str, entry.shape)) or "1"
     return f"{entry.name} in {len(places)} of {size} ({entry.dtype}), first at {places[0].tolist()}"
 
 
 def _describe_scales(reader: CheckpointReader, scales: Sequence[BrokenScale]) -> str:
     found = [scale.describe(reader) for scale in scales[:_MAX_NAMED]]
-    names = _some(found, len(scales))
+    names = _join_found(found, len(scales))
     return f"the checkpoint has scales that are 0, negative, huge, NaN or infinite: {names}"
 
 
-def _some(found: list[str], total: int) -> str:
+def _join_found(found: list[str], total: int) -> str:
     more = f"; and {total - len(found)} more tensors" if total > len(found) else ""
     return "; ".join(found) + more

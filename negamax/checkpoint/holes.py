@@ -51,7 +51,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
                 f"{stored.name} never stores a matrix as zero bytes only",
                 hint="download the file again",
             )
-        if (torn := _torn(reader, entry)) is not None:
+        if (torn := _find_torn(reader, entry)) is not None:
             raise CheckpointError(
                 f"{entry.file} has a hole: {name} holds only zeros, and {torn.name} next to it "
                 f"begins or ends with zeros",
@@ -64,7 +64,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
         )  # fmt: skip
 
 
-def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
+def _find_torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
     """Return the tensor next to `entry` if zeros extend into the tensor, else None."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)

@@ -54,7 +54,7 @@ def download(
     except hub.CacheNotFound:
         folder = Path()
 
-    def fetch(is_wanted: Callable[[str], bool], *, tells_licence: bool = False) -> Path:
+    def fetch(is_wanted: Callable[[str], bool], *, logs_licence: bool = False) -> Path:
         missing = [
             file
             for file in listed
@@ -64,7 +64,7 @@ def download(
         ]
         if not missing:
             return folder
-        if tells_licence:
+        if logs_licence:
             page = f"{hub.get_default_config().endpoint}/models/{model}"
             log_licence(model, Licence(_licence(api, model), page))
         with Progress("fetching", unit=format_bytes) as progress:
@@ -89,7 +89,7 @@ def download(
         return folder
     return fetch(
         lambda path: is_weights(path) or any(fnmatch.fnmatch(path, name) for name in names),
-        tells_licence=True,
+        logs_licence=True,
     )
 
 

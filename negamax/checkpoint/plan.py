@@ -197,14 +197,14 @@ def plan_tensors(
 ) -> LoadPlan:
     """Plan how `entries` fill the `slots`. `layers` are the layers of this pipeline stage."""
     names, num_layers = import_names(spec), spec.num_layers
-    places = _places(slots.values())
+    places = _map_places(slots.values())
     if layers is not None:
         entries = _of_stage(entries, places, spec, layers)
     found, skipped = _find(entries, places, names, num_layers=num_layers)
     moves: list[Move] = []
     problems, used = _Problems(), set[str]()
     for slot in slots.values():
-        wanted = _wanted(slot, found)
+        wanted = _list_wanted(slot, found)
         there = {name: found[name] for name in wanted if name in found}
         used.update(there)
         tensors = tuple((wanted[name], source) for name, source in there.items())
@@ -232,7 +232,7 @@ def plan_tensors(
 Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # tensor name -> slot, stored tensor
 
 
-def _places(slots: Iterable[WeightSlot]) -> Places:
+def _map_places(slots: Iterable[WeightSlot]) -> Places:
     """Map the name of each stored tensor that may fill a slot to this slot."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
@@ -247,7 +247,7 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
     return places
 
 
-def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, StoredTensor]:
+def _list_wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, StoredTensor]:
     if slot.source.made_of is not None:
         return _tensors_of(slot, slot.source.made_of)
     if slot.stored is not None or slot.source is PLAIN:
@@ -309,7 +309,7 @@ def _find(
         if placement.skip_reason and not any(slot in places for slot in placement.slots):
             skipped[placement.skip_reason].append(name)
             continue
-        for slot_name, source in _windows(entry, placement, places):
+        for slot_name, source in _slice_fused(entry, placement, places):
             add(slot_name, source)
     return found, skipped
 
@@ -325,7 +325,7 @@ def _respell(placement: Placement, places: Places) -> Placement:
     return replace(placement, slots=tuple(map(find, placement.slots)))
 
 
-def _windows(
+def _slice_fused(
     entry: TensorEntry, placement: Placement, places: Places
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Yield the slices of `entry`, each with its name in `places`. Raises `CheckpointError`."""
@@ -405,7 +405,7 @@ _UNLISTED = (
 
 @dataclass
 class _Problems:
-    """Mismatches between a checkpoint and a model. Single writer: `plan_tensors`."""
+    """Mismatches between a checkpoint and a model. Only `plan_tensors` changes this object."""
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> (error, hint).
     missing: dict[str, None] = field(default_factory=dict)  # Names of missing tensors, in order.

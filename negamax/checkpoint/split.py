@@ -27,12 +27,12 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
     if not is_split(folder):
         return []
     path = folder / RANK_INDEX_NAME.format(0)
-    said = read_json_object(path).get("metadata")
-    sizes = said if isinstance(said, dict) else {}
+    given = read_json_object(path).get("metadata")
+    sizes = given if isinstance(given, dict) else {}
     tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
     if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= _MAX_RANKS or tp % ep:
         raise CheckpointError(
-            f"{path} lacks a valid tensor or expert parallel size: its metadata is {said!r}",
+            f"{path} lacks a valid tensor or expert parallel size: its metadata is {given!r}",
             hint="convert the checkpoint again",
         )
     return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]

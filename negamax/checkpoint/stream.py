@@ -120,7 +120,7 @@ class _Stream:
         pinned: bool,
     ) -> None:
         self._reader, self._moves, self._pool, self._pinned = reader, moves, pool, pinned
-        self._pieces = list(_pieces(moves))
+        self._pieces = list(_plan_pieces(moves))
         largest = max((piece.num_bytes for piece in self._pieces), default=0)
         self._buffer_bytes = min(largest, PIECE_BYTES) + _ALIGNMENT
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
@@ -175,7 +175,7 @@ class _Stream:
         move, entry = self._moves[wanted.moves[0]], wanted.source.entry
         tensor = wanted.span.view(data[wanted.span.start - start :])
         if not tensor.is_contiguous():
-            tensor = self._held(tensor) if _is_copied(move) else tensor.contiguous()
+            tensor = self._pin(tensor) if _is_copied(move) else tensor.contiguous()
         tensor, broken, role = tensor.reshape(wanted.shape), [], wanted.stored.role
         if role is Role.SCALE:
             scale = find_broken_scale(tensor, entry, move.slot.source)
@@ -211,18 +211,18 @@ class _Stream:
 
     def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
         """Dequantize a matrix. This method runs in a thread of the pool."""
-        plain = dequantize(move.slot.source, _kept(move, there))
-        part = self._held(_within(plain, move.slot.region, move.read_region))
-        return [Part(move, part, _broken(there), _has_zeros(there))]
+        plain = dequantize(move.slot.source, _check_tensors(move, there))
+        part = self._pin(_crop(plain, move.slot.region, move.read_region))
+        return [Part(move, part, _list_broken(there), _has_zeros(there))]
 
-    def _held(self, part: Tensor) -> Tensor:
+    def _pin(self, part: Tensor) -> Tensor:
         """Return `part`. If the weights go to a GPU, return a copy of `part` in pinned memory."""
         if not self._pinned:
             return part
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
 
 
-def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
+def _check_tensors(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
     """Check the tensors of a matrix. Return the tensors from which the matrix is computed."""
     tensors = {}
     for wanted, tensor, *_ in there:
@@ -233,7 +233,7 @@ def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
     return tensors
 
 
-def _broken(there: Sequence[_Found]) -> list[BrokenScale]:
+def _list_broken(there: Sequence[_Found]) -> list[BrokenScale]:
     return [scale for found in there for scale in found.broken]
 
 
@@ -245,7 +245,7 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
     """Quantize a matrix, and return a part for each resulting tensor."""
     source, device = moves[0].slot.source, moves[0].slot.device
     assert source.made_of is not None
-    tensors = {name: tensor.to(device) for name, tensor in _kept(moves[0], there).items()}
+    tensors = {name: tensor.to(device) for name, tensor in _check_tensors(moves[0], there).items()}
     plain = tensors[PLAIN.values.name]
     plain = plain if source.made_of is PLAIN else dequantize(source.made_of, tensors)
     made = encode(source, plain.float())
@@ -254,12 +254,12 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
     for move in moves:
         slot, whole = move.slot, move.read_region
         if slot.stored is None:
-            found = _within(dequantize(slot.source, made), slot.matrix_region, whole)
+            found = _crop(dequantize(slot.source, made), slot.matrix_region, whole)
         else:
             region, outer = slot.stored.part(slot.matrix_region), slot.stored.part(whole)
-            found = _within(made[slot.stored.name], region, outer)
+            found = _crop(made[slot.stored.name], region, outer)
         is_first = move.is_of_values
-        broken, zeros = _broken(there) if is_first else [], _has_zeros(there)
+        broken, zeros = _list_broken(there) if is_first else [], _has_zeros(there)
         about = (plain, change) if is_first else ()
         parts.append(Part(move, found, broken, zeros, *about))
     return parts
@@ -275,7 +275,7 @@ def _is_copied(move: Move) -> bool:
     return not (move.is_dequantized or move.is_quantized)
 
 
-def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
+def _crop(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
     """Return the ranges `part` of a tensor from `found`, which contains its ranges `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
@@ -284,7 +284,7 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
     return found[tuple(places)]
 
 
-def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
+def _plan_pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
     """Yield the pieces to read, layer by layer and in file order.
 
     In each layer, the scales of matrices to dequantize are first. Scales are small, so they can

@@ -48,7 +48,7 @@ def fill_synthetic(
     draw with the number of elements drawn so far and the total.
     """
     wanted = [
-        draw for draw in _draws(weight_slots.values()) if any(slot.needed for slot in draw[2])
+        draw for draw in _list_draws(weight_slots.values()) if any(slot.needed for slot in draw[2])
     ]
     sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
     done, init = 0, import_init(spec)
@@ -59,12 +59,14 @@ def fill_synthetic(
         stored = slots[0].stored
         if stored is None:
             own = init.draw(name, spec)
-            tensors = _normal(slots, torch.float32, mean=own.mean, std=own.std, generator=generator)
+            tensors = _draw_normal(
+                slots, torch.float32, mean=own.mean, std=own.std, generator=generator
+            )
             tensors = F.normalize(tensors, dim=-1) if own.unit_rows else tensors
         else:
             weight = name.removesuffix(stored.name) + PLAIN.values.name
             std = init.draw(weight, spec).std
-            tensors = _stored(slots, stored, std=std, generator=generator)
+            tensors = _draw_stored(slots, stored, std=std, generator=generator)
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot.needed:
                 slot.write(tensor)
@@ -73,7 +75,7 @@ def fill_synthetic(
             progress(done, sum(sizes))
 
 
-def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
+def _list_draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
     """Yield each draw: the name that the slots share, the draw's number, and the slots."""
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
@@ -85,7 +87,7 @@ def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightS
             yield name, number, members[first : first + size]
 
 
-def _stored(
+def _draw_stored(
     slots: Sequence[WeightSlot], stored: StoredTensor, *, std: float, generator: torch.Generator
 ) -> Tensor:
     """For matrices with standard deviation `std`, draw the tensor `stored` (values or scales)."""
@@ -97,13 +99,13 @@ def _stored(
         shape = (len(slots), *slots[0].shape)
         return draw(source, stored, shape, std=std, generator=generator)
     if stored.role is Role.SCALE:
-        spread = _normal(slots, torch.float32, mean=1.0, std=SCALE_SPREAD, generator=generator)
+        spread = _draw_normal(slots, torch.float32, mean=1.0, std=SCALE_SPREAD, generator=generator)
         return spread.clamp_(0.5, 1.5).mul_(std / VALUE_STD)
-    noise = _normal(slots, torch.bfloat16, mean=0.0, std=VALUE_STD, generator=generator)
+    noise = _draw_normal(slots, torch.bfloat16, mean=0.0, std=VALUE_STD, generator=generator)
     return noise.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _normal(
+def _draw_normal(
     slots: Sequence[WeightSlot],
     dtype: torch.dtype,
     *,
