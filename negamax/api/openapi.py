@@ -20,8 +20,7 @@ def build_document(app: FastAPI) -> dict[str, Any]:
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
         for operations in made["paths"].values():
             for operation in operations.values():
-                content = operation.get("requestBody", {}).get("content", {})
-                for body in content.values():
+                for body in operation.get("requestBody", {}).get("content", {}).values():
                     for name, schema in body["schema"].pop("$defs", {}).items():
                         assert schemas.setdefault(name, schema) == schema, f"two schemas {name}"
     assert app.openapi_schema is not None

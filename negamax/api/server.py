@@ -238,8 +238,7 @@ async def serve(
         if engine.failed.done():
             raise EngineDeadError(f"the engine ended too often: {engine.failed.result()}")
         if servers.failed.done():
-            reason = servers.failed.result()
-            raise EngineDeadError(f"a server process ended too often: {reason}")
+            raise EngineDeadError(f"a server process ended too often: {servers.failed.result()}")
 
 
 def settle_garbage_collection() -> None:

@@ -20,6 +20,7 @@ from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.chat.schema import ChatRequest
 from negamax.api.dialects.messages.history import build_history
+from negamax.api.http.body_budget import BodyBudget, BodyShare
 from negamax.api.http.request_body import BodyLimits, read_request
 from negamax.base.errors import InvalidRequestError
 from negamax.models.chat_format import ChatFormat
@@ -95,7 +96,9 @@ def request_with(parts: Sequence[bytes]) -> Request:
         return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
 
     headers = [(b"content-type", b"application/json")]
-    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    scope = {"type": "http", "method": "POST", "headers": headers}
+    BodyShare(BodyBudget(0), scope)
+    return Request(scope, receive)
 
 
 async def rendered(body: bytes) -> str:

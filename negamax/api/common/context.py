@@ -53,8 +53,7 @@ class ApiContext:
     @property
     def record_takers(self) -> list[Callable[[RequestRecord], None]]:
         """The functions that receive the record of each finished request."""
-        takers = (self.request_log, self.tracer)
-        return [taker.ended for taker in takers if taker is not None]
+        return [taker.ended for taker in (self.request_log, self.tracer) if taker is not None]
 
     @classmethod
     def create(cls, engine: AsyncEngine, options: ServerOptions, server_rank: ServerRank) -> Self:

@@ -60,7 +60,7 @@ class BodyShare:
         self.take(min(0, count - self.num_bytes))
 
 
-def get_share(request: Request) -> BodyShare | None:
-    """Return the `BodyShare` of a request, or None if the request has no share, as in tests."""
-    share: BodyShare | None = request.scope.get("state", {}).get(_STATE)
+def get_share(request: Request) -> BodyShare:
+    """Return the `BodyShare` that the middleware has stored in the state of a request."""
+    share: BodyShare = request.scope["state"][_STATE]
     return share

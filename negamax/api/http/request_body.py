@@ -80,8 +80,7 @@ async def read_request(
     Release memory reserved for fields that `model` lacks. Raises the errors of `decode_request`.
     """
     params, num_bytes = await decode_request(await receive(request, limits), model, limits)
-    if share := get_share(request):
-        share.keep(num_bytes)
+    get_share(request).keep(num_bytes)
     return params, num_bytes
 
 

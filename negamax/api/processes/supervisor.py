@@ -158,8 +158,7 @@ class ServerSupervisor(EngineListener):
 
     def _spawn(self, index: int) -> Supervised:
         """Start a process with its own listening socket and send it the engines' states."""
-        address = self._listener.getsockname()
-        with bind(self._listener.family, address, is_shared=True) as listener:
+        with bind(self._listener.family, self._listener.getsockname(), is_shared=True) as listener:
             running = Supervised(
                 SERVER_WORKER_MODULE,
                 own_group=True,

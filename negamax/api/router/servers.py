@@ -79,8 +79,7 @@ class RoutedServer:
     @property
     def can_find_blocks(self) -> bool:
         """Whether the router follows the server's cache, and may ask the server for blocks."""
-        is_live = any(index.is_live for index in self._indexes)
-        return is_live and time.monotonic() >= self._next_ask
+        return any(index.is_live for index in self._indexes) and time.monotonic() >= self._next_ask
 
     async def find_blocks(self, path: str, *, headers: Headers, body: bytes) -> PromptBlocks | None:
         """Ask the server for a prompt's blocks. Return None if the answer comes too late."""
@@ -195,8 +194,7 @@ class OpenCall:
     def __post_init__(self) -> None:
         self._name = str(id(self))
         self.server.num_open += 1
-        num_tokens = self.prompt.num_tokens
-        self.server.load.enter(self._name, context=num_tokens, pending=self.num_pending)
+        self.server.load.enter(self._name, context=self.prompt.num_tokens, pending=self.num_pending)
         if self.prompt.blocks is not None:
             self.server.open_prompts[self._name] = self.prompt.blocks
 

@@ -181,8 +181,7 @@ def _add_profile_routes(router: APIRouter, context: ApiContext) -> None:
             refusal = f"--profile-dir {folder} cannot be used: {error.strerror}"
             raise InvalidRequestError(refusal, code="profile") from None
         await context.engine.record_trace(str(path), num_steps=params.num_steps)
-        text = f"Start profiling. Files: {path}-*.json.gz\n"
-        return Response(text, media_type="text/plain")
+        return Response(f"Start profiling. Files: {path}-*.json.gz\n", media_type="text/plain")
 
     @router.post("/stop_profile")
     async def stop_profile(request: Request) -> Response:

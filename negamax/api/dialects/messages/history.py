@@ -264,8 +264,7 @@ def _read_result(
                     texts.append(show_unknown(part) if text is None else text)
     text = "\n".join(texts)
     if parts:
-        is_error = block.get("is_error") is True
-        before = [{"type": "text", "text": "Error: "}] if is_error else []
+        before = [{"type": "text", "text": "Error: "}] if block.get("is_error") is True else []
         return [*before, *parts, *([{"type": "text", "text": text}] if text else [])]
     is_marked = text.lstrip().lower().startswith(("error", "<tool_use_error>"))
     if block.get("is_error") is True and not is_marked:

@@ -93,13 +93,11 @@ def build_history(
             history.add({"role": "system", "content": note}, place=note_place)
         notes.clear()
         if text:
-            is_note = history.is_in_loop or number in tool_notes
-            role = "system" if is_note else "user"
+            role = "system" if history.is_in_loop or number in tool_notes else "user"
             history.add({"role": role, "content": text}, place=place)
         elif item is not _END:
             found = tool_notes.get(number, "[no other tools were found]")
-            message = _build_message(item, place, local_calls, found_tools=found)
-            history.add(message, place=place)
+            history.add(_build_message(item, place, local_calls, found_tools=found), place=place)
     history.reveal(thoughts)
     return history
 

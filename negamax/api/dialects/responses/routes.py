@@ -129,8 +129,7 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
     owner = context.server_rank.owner_of(params.previous_response_id)
     if owner != context.server_rank.index:
         return await context.peers.relay(http, to=owner, body=body)
-    if share := get_share(http):
-        share.keep(num_bytes)
+    get_share(http).keep(num_bytes)
     addresses = await find_addresses(params, context.engine.info.transfer)
     return ApiRequest(http, params, num_bytes, arrival, addresses)
 
@@ -173,8 +172,7 @@ class _Responses:
         context, params = self._context, request.params
         model = context.model_name(params.model)
         if params.background and (params.stream or not params.store):
-            message = "a background response needs store=true and stream=false"
-            refuse("background", message)
+            refuse("background", "a background response needs store=true and stream=false")
         most = context.engine.info.max_logprobs
         if params.top_logprobs > most:
             refuse("top_logprobs", f"{params.top_logprobs} is not allowed; send 0 to {most}")
@@ -230,8 +228,7 @@ class _Responses:
         if parent is not None:
             num_bytes += parent.total_bytes
             self._check_chain(parent, num_bytes=num_bytes)
-            if share := get_share(request.http):
-                share.take(parent.total_bytes)
+            get_share(request.http).take(parent.total_bytes)
 
         def prepare() -> tuple[ResponsesRequest, Turn, bytes]:
             in_effect, turn = self._turn(params, parent, given)
