@@ -91,7 +91,7 @@ def test_outputs_find_their_choice_among_those_of_all_prompts() -> None:
     assert writer.usage.prompt_tokens == 10 and writer.usage.completion_tokens == 3
 
 
-def test_where_only_the_prompt_is_read_no_token_is_counted() -> None:
+def test_prompt_only_requests_count_no_generated_token() -> None:
     writer = Writer((0, output(finish="stop")), choices=[choice(0, is_prompt_only=True)])
     assert asyncio.run(writer.whole()).texts == ["0"]
     assert writer.usage.completion_tokens == 0
@@ -214,7 +214,7 @@ def test_content_has_its_tokens_and_no_others(name: str, size: int, fragments: i
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_a_closer_that_is_not_in_the_content_is_none_of_its_tokens(size: int) -> None:
+def test_a_think_closer_outside_the_content_is_not_among_its_tokens(size: int) -> None:
     token_ids = TOKENIZER.encode("Hm\n</think>\n\nOne,</think> two.")
     (found,) = read(token_ids, M2, size=size, fragments=200)
     assert b"".join(bytes(entry.bytes) for entry in found).strip() == b"One, two."
@@ -251,7 +251,7 @@ def test_the_chosen_token_has_its_own_logprob_among_tokens_of_one_text(chosen: i
     assert taken.top_logprobs == [{"\ufffd": logprobs[chosen]}]
 
 
-def test_of_other_tokens_with_one_text_the_likeliest_counts() -> None:
+def test_the_likeliest_of_other_tokens_with_one_text_counts() -> None:
     writer = TextLogprobWriter(TOKENIZER)
     letter = next(number for number in range(300) if TOKENIZER.token_bytes(number) == b"a")
     writer.push(TokenLogprobs(letter, -2.0, 3, [FIRST, SECOND], [-0.5, -1.0]))

@@ -1,6 +1,7 @@
-"""Send requests built from OpenAI's and Anthropic's types, one field, item, block or tool each.
+"""Send requests that are built from the types of OpenAI's and Anthropic's packages.
 
-The tables list the refused ones with the reason.
+Each request tests one field, item, block or tool. The server must accept all requests, except
+those that a test names together with the reason for the refusal.
 """
 
 import types

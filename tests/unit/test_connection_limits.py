@@ -246,7 +246,7 @@ def test_handshake_limits(tls_files: tuple[str, str], monkeypatch: pytest.Monkey
         assert is_served(clients.port)
 
 
-def test_running_out_of_files_costs_no_service(caplog: pytest.LogCaptureFixture) -> None:
+def test_accepts_again_after_files_ran_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), served() as clients:
         sockets = [socket.socket() for _ in range(60)]
         num_open = len(list(Path("/proc/self/fd").iterdir()))
@@ -387,7 +387,7 @@ def test_framing_of_a_chunked_body_is_bounded(begin: bytes, more: bytes) -> None
         assert answer.startswith(b"HTTP/1.1 431") or not answer  # Answers may be lost.
 
 
-def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_request_does_not_count_as_framing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a body's end and the next request may arrive together after an early answer."""
     monkeypatch.setattr(protocol, "MAX_FRAMING_BYTES", 1000)
     num_bytes = 20_000
@@ -402,7 +402,7 @@ def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_late_body_is_not_taken_for_ever(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+def test_a_body_after_the_answer_has_limits(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.4 if is_slow else 30.0)
     monkeypatch.setattr(protocol, "MAX_UNWANTED_BYTES", 100_000)
 

@@ -189,7 +189,7 @@ def test_a_continued_answer_keeps_its_line_breaks_and_no_closer() -> None:
     assert collect(answer).content == "\ntwo `</think>`"
 
 
-def test_reasoning_in_the_content_stands_between_tags_or_is_left_out() -> None:
+def test_reasoning_in_the_content_is_between_tags_or_is_omitted() -> None:
     said = collect(read(ANSWER, reasoning=ReasoningPlace.CONTENT)[1])
     assert said.reasoning is None
     assert said.content == "<think>I think.\nHard.\n</think>\n\nSome text."

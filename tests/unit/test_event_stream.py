@@ -80,7 +80,7 @@ def sent_by(
     return asyncio.run(run())
 
 
-def test_pauses_are_filled_and_nothing_else() -> None:
+def test_pings_are_sent_only_in_pauses() -> None:
     pauses: list[float] = []
 
     async def pause(sent: list[Any]) -> None:

@@ -19,7 +19,7 @@ from negamax.base.shared_numbers import SharedNumbers
         (120, 0.1, False, (False, 1, False)),
         (60, 60, True, (True, 0, False)),
     ],
-    ids=["waits", "no longer than the timeout", "cancelled work is over"],
+    ids=["waits", "ends at the timeout", "work is cancelled"],
 )
 def test_draining_waits_for_work_in_the_background(
     seconds: float, drain_timeout: float, is_cancelled: bool, expected: tuple[bool, int, bool]
@@ -83,12 +83,12 @@ def test_a_hangup_reloads_and_ends_only_when_the_terminal_is_gone(is_in_terminal
             process.kill()
 
 
-def test_loop_that_stands_still_at_once_has_shown_a_pulse() -> None:
-    async def stand_still() -> float:
+def test_a_loop_that_never_runs_has_written_a_heartbeat() -> None:
+    async def show() -> float:
         pulses = SharedNumbers(1)
         pulse = Lifecycle(drain_timeout=1, pulses=pulses).start_pulse()
         shown = pulses.row(0)[0]  # The event loop has not run a turn since the pulse started.
         pulse.cancel()
         return shown
 
-    assert asyncio.run(stand_still()) > 0
+    assert asyncio.run(show()) > 0

@@ -107,7 +107,7 @@ def test_reasoning_is_found_under_every_name(fields: Message, expected: str | No
 @pytest.mark.parametrize(
     ("messages", "shown"), read_table("messages.parts_of_other_types_never_end_a_session")
 )
-def test_other_parts_end_no_session(messages: list[Message], shown: list[list[str]]) -> None:
+def test_other_parts_are_shown_or_skipped(messages: list[Message], shown: list[list[str]]) -> None:
     assert [list(pair) for pair in contents(messages)] == shown
     made = [one["tool_calls"] for one in normalize_messages(messages) if "tool_calls" in one]
     names = [each["function"]["name"] for calls in made for each in calls]

@@ -135,7 +135,7 @@ def test_system_messages_that_apply(messages: list[dict[str, Any]], contents: li
     assert [content for _, content in shown(*messages)] == contents
 
 
-def test_a_system_message_may_be_no_text_but_an_effort() -> None:
+def test_a_system_message_may_have_an_effort_instead_of_text() -> None:
     effort = system(output_config={"effort": "high"})
     assert [role for role, _ in shown(A, effort, C)] == ["user"]
     for empty in (system(), system(output_config={})):
@@ -206,7 +206,7 @@ def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     assert built(code="too_much")["error"]["details"] == {"error_code": "too_much"}
 
 
-def test_signatures_are_of_one_model_and_others_hold_no_thought() -> None:
+def test_only_the_model_that_signed_a_thought_can_unpack_it() -> None:
     thought = "One \U0001f642 thought.\n" * 50
     made = history(user(text("Go")), assistant(hidden(thought), text("Ok")))
     assert made.messages[1]["reasoning_content"] == thought
@@ -241,7 +241,7 @@ def test_thoughts_that_the_prompt_shows_are_unpacked_within_one_budget() -> None
         history(*earlier, *now, thoughts=thoughts(shows_earlier=True))
 
 
-def test_a_bomb_is_unpacked_no_further_than_the_budget() -> None:
+def test_a_decompression_bomb_is_unpacked_only_up_to_the_budget() -> None:
     bomb = SIGNER.signature("x" * 50_000_000, is_hidden=True)
     tracemalloc.start()
     try:
@@ -328,7 +328,7 @@ def test_the_latest_definition_of_a_tool_counts_and_server_tools_are_left_out() 
 
 
 @pytest.mark.parametrize("tool", [{"name": "bash"}, {"type": "custom", "name": "bash"}], ids=str)
-def test_a_tool_of_the_clients_own_needs_its_schema(tool: dict[str, str]) -> None:
+def test_a_tool_that_the_client_defines_needs_a_schema(tool: dict[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match="input_schema"):
         offered(tool)
 

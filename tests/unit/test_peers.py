@@ -84,7 +84,7 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
     assert last == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-def test_process_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+def test_process_that_does_not_listen_is_unavailable(tmp_path: Path) -> None:
     async def scene() -> None:
         peers = PeerClient(ServerRank.of(0, 2, tmp_path))
         await peers.relay(request(hang_up=asyncio.Event()), to=1)
@@ -94,7 +94,7 @@ def test_process_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf"])
-def test_process_that_dies_breaks_the_answer_off(tmp_path: Path, head: bytes) -> None:
+def test_the_answer_of_a_process_that_dies_ends_in_an_error(tmp_path: Path, head: bytes) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(head)

@@ -35,7 +35,7 @@ def test_unusable_numbers_and_texts_are_refused_by_place(fields: str, words: str
         decode(fields)
 
 
-def test_such_values_elsewhere_end_no_request() -> None:
+def test_such_values_elsewhere_are_accepted() -> None:
     assert decode(LISTED % f'{LONG}, "{LONG * 40}"', content=f"{LONG} " * 50)
     valid = '{"description": "\\ufffd", "enum": ["\\ufffd"], "maximum": 1e300}'
     assert decode(TOOL % ("true", valid)).tools

@@ -339,7 +339,7 @@ def kept(
     return StoredResponse(b'{"body": 1}', turn, [f"out{number}"], tenant)
 
 
-def test_least_used_responses_make_room_and_later_states_take_their_place() -> None:
+def test_a_full_store_removes_responses_and_later_states_replace_earlier() -> None:
     store = ResponseStore(max_responses=3)
     for number in range(3):
         store.put(f"r{number}", kept(None, number))
@@ -370,7 +370,7 @@ def test_bytes_are_bounded_and_come_back_to_zero() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_a_tenant_pushes_out_its_own_responses_first() -> None:
+def test_a_full_store_removes_responses_of_the_largest_tenant() -> None:
     for limits, size in (({"max_bytes": 5000}, 500), ({"max_responses": 4}, 10)):
         store = ResponseStore(**limits)
         store.put("r", kept(None, 0, size=size, tenant="a"))
@@ -405,7 +405,7 @@ def test_large_fields_that_are_not_shown_are_not_stored(item: Item, shown: Item 
     assert trim_setting({"type": "web_search", "parameters": LONG}) == {"type": "web_search"}
 
 
-def test_turns_below_are_shared_and_outlive_their_responses() -> None:
+def test_earlier_turns_are_shared_and_outlive_their_responses() -> None:
     store = ResponseStore()
     parent: StoredTurn | None = None
     for number in range(3000):  # The chain is deeper than Python's stack.
@@ -491,7 +491,7 @@ def test_the_last_item_comes_first_and_nothing_after_the_end() -> None:
     ("field", "value"),
     [("order", "up"), ("limit", "0"), ("limit", "101"), ("limit", "²"), ("after", "msg_other")],
 )
-def test_pages_that_are_none_are_refused(field: str, value: str) -> None:
+def test_invalid_page_queries_are_refused(field: str, value: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         build_page(users(2), {field: value}, response_id=RESPONSE)
     assert caught.value.param == field

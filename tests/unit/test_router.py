@@ -157,7 +157,7 @@ def place(pool: ServerPool, given: RoutedPrompt) -> OpenCall:
     return call
 
 
-def test_prompts_return_to_their_server_and_new_ones_go_where_there_is_least_to_do() -> None:
+def test_known_prefixes_go_to_their_server_and_new_prompts_to_an_idle_one() -> None:
     pool = pool_of(3)
     names = ["aa", "bb", "cc"]
     places = [place(pool, prompt(name)) for name in names for _ in range(3)]
@@ -170,7 +170,7 @@ def test_prompts_return_to_their_server_and_new_ones_go_where_there_is_least_to_
     assert [server.num_open for server in pool.servers] == [0, 0, 0]
 
 
-def test_a_prefix_is_left_when_its_server_has_more_to_do_than_it_saves() -> None:
+def test_a_prompt_goes_to_another_server_if_the_one_with_its_prefix_is_busy() -> None:
     pool, shared = pool_of(2), prompt("shared ", 40)
     calls = [place(pool, shared)]
     while len(calls) < 100 and calls[-1].server is calls[0].server:
@@ -193,7 +193,7 @@ def test_a_server_that_is_down_or_failed_is_not_chosen() -> None:
         pool.open(known, without=pool.servers)
 
 
-def test_a_prompt_grows_at_its_end() -> None:
+def test_hashes_of_a_longer_conversation_begin_with_those_of_the_shorter() -> None:
     def tags(body: dict[str, Any], sender: bytes = b"") -> list[int]:
         return list(read_prompt(json.dumps(body).encode(), sender=sender).tags)
 
@@ -212,7 +212,7 @@ def test_a_prompt_grows_at_its_end() -> None:
 
 
 @in_loop
-async def test_head_and_body_pass_and_headers_of_the_connection_do_not() -> None:
+async def test_requests_and_answers_are_relayed_without_connection_headers() -> None:
     answer = b"HTTP/1.1 401 No\r\nwww-authenticate: Bearer\r\nconnection: x-own\r\nx-own: 1\r\n"
     async with routing(answer + b"content-length: 3\r\n\r\nno!") as (app, (fake,), _):
         sent = {"authorization": "Bearer k", "connection": "x-hop, close", "x-hop": "1", "te": "x"}
@@ -291,7 +291,7 @@ async def test_a_connection_carries_several_requests_until_either_side_ends_it()
 
 
 @in_loop
-async def test_a_stream_passes_byte_for_byte() -> None:
+async def test_a_stream_is_relayed_byte_for_byte() -> None:
     events = [b"data: {%d}\n\n" % at for at in range(500)] + [b": ping\n\n", b"data: [DONE]\n\n"]
     text = b"".join(events)
     pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
@@ -320,7 +320,7 @@ async def test_a_body_that_is_too_large_reaches_no_server() -> None:
 
 @pytest.mark.parametrize("failure", [BUSY, b"", b"HTTP/1.1 2", STREAM, b"garbage\r\n\r\n"])
 @in_loop
-async def test_what_fails_before_the_first_byte_is_sent_to_one_other_server(failure: bytes) -> None:
+async def test_a_request_that_fails_at_once_is_sent_to_one_other_server(failure: bytes) -> None:
     async with routing(failure, OK) as (app, fakes, (pool,)):
         assert (await ask(app))[::2] == (200, b"ok")
         assert [len(fake.bodies) for fake in fakes] == [1, 1]
@@ -336,7 +336,7 @@ async def test_what_fails_before_the_first_byte_is_sent_to_one_other_server(fail
 
 
 @in_loop
-async def test_a_server_is_left_alone_until_it_answers_again() -> None:
+async def test_a_server_that_is_down_gets_no_requests_until_it_answers() -> None:
     async with routing(OK, OK) as (app, fakes, (pool,)):
         first, second = pool.servers
         first.connections.port, port = free_port(), first.connections.port
@@ -380,7 +380,7 @@ async def test_a_silent_server_fails_its_probe(monkeypatch: pytest.MonkeyPatch) 
 
 
 @in_loop
-async def test_what_fails_after_its_first_byte_ends_with_an_error() -> None:
+async def test_an_answer_that_fails_after_its_first_byte_ends_with_an_error() -> None:
     async with routing(STREAM + b"a\r\ndata: {}\n\n\r\n", OK) as (app, fakes, (pool,)):
         status, _, body, has_end = await ask(app)
         assert status == 200 and has_end
@@ -411,9 +411,9 @@ async def test_a_stored_response_is_found_on_any_server() -> None:
         assert (await ask(app, "/v1/responses/resp_1", method="GET", raw=b""))[2] == b"none"
 
 
-def answer_with(value: object) -> bytes:
+def answer_with(value: object, status: bytes = b"200 OK") -> bytes:
     body = json.dumps(value).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
 @in_loop
@@ -439,7 +439,7 @@ NO_PARAMS = answer_with({"kv_transfer_params": None})
 
 @pytest.mark.parametrize("failure", [BUSY, b"", answer_with({}), answer_with([]), NO_PARAMS])
 @in_loop
-async def test_the_decoding_server_computes_a_prompt_that_no_other_one_does(failure: bytes) -> None:
+async def test_the_decoding_server_computes_a_prompt_if_prefilling_fails(failure: bytes) -> None:
     async with routing(OK, prefill=failure) as (app, (decoding, prefilling), _):
         assert (await ask(app, body=chat("x")))[2] == b"ok"
         assert len(prefilling.bodies) == 1 and json.loads(decoding.bodies[0]) == chat("x")
@@ -466,7 +466,7 @@ async def test_both_servers_get_one_body_with_a_room() -> None:
 @pytest.mark.parametrize("waits", [HANGS, BUSY])
 @pytest.mark.parametrize("failure", [BUSY, b"", answer_with([])[:-1]])
 @in_loop
-async def test_a_decoding_server_does_not_wait_for_a_room_that_fails(
+async def test_a_decoding_server_does_not_wait_for_a_failed_prefill(
     failure: bytes, waits: bytes
 ) -> None:
     async with routing(OK, prefill=failure, has_rooms=True) as (app, fakes, pools):
@@ -479,7 +479,7 @@ async def test_a_decoding_server_does_not_wait_for_a_room_that_fails(
 
 @pytest.mark.parametrize("failure", [BUSY, b""])
 @in_loop
-async def test_a_room_of_a_decoding_server_that_fails_is_left(
+async def test_another_room_is_used_after_a_decoding_server_fails(
     failure: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "_CAUSE_SECONDS", 0.05)
@@ -494,7 +494,7 @@ async def test_a_room_of_a_decoding_server_that_fails_is_left(
 
 @pytest.mark.parametrize("has_rooms", [False, True])
 @in_loop
-async def test_what_a_prefilling_server_refuses_is_sent_to_no_other_one(has_rooms: bool) -> None:
+async def test_a_refusal_of_a_prefilling_server_is_returned(has_rooms: bool) -> None:
     async with routing(OK, prefill=MISSING, has_rooms=has_rooms) as (app, (decoding, _), _):
         decoding.room_answer = HANGS
         assert (await ask(app, body=chat("x")))[:3:2] == (404, b"none")
@@ -503,7 +503,7 @@ async def test_what_a_prefilling_server_refuses_is_sent_to_no_other_one(has_room
 
 @pytest.mark.parametrize("has_rooms", [False, True])
 @in_loop
-async def test_a_request_leaves_a_prefilling_server_that_fails_its_probe(has_rooms: bool) -> None:
+async def test_a_request_does_not_wait_for_a_server_that_fails_its_probe(has_rooms: bool) -> None:
     async with routing(OK, prefill=HANGS, has_rooms=has_rooms) as (app, fakes, pools):
         decoding, prefilling = fakes
         decoding.room_answer = HANGS

@@ -1,4 +1,4 @@
-"""Let the router follow the events of publishers that lose events, restart, lie or fall silent."""
+"""Check the router's block indexes while publishers lose events, restart, err or do not answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ports import free_port
 from tests.tables import read_table
 from tests.unit.test_kv_events import make_changes, make_publisher
 from tests.unit.test_open_request import in_loop
-from tests.unit.test_router import CHAT, OK, ask, chat, pool_of, routing
+from tests.unit.test_router import CHAT, OK, answer_with, ask, chat, pool_of, routing
 
 CLEARED = {"type": "AllBlocksCleared"}
 
@@ -176,7 +176,7 @@ def test_a_server_that_replays_nothing_loses_its_blocks_once(
         assert publisher.wait(lambda: hashes_in(index) == {3} and index.is_live)
 
 
-def test_another_publisher_at_the_address_starts_from_nothing() -> None:
+def test_another_publisher_at_the_address_starts_with_an_empty_index() -> None:
     with reading() as ((publisher,), (index,)):
         for _ in range(3):
             publisher.send(stored(2))
@@ -215,22 +215,22 @@ def test_a_dead_server_has_no_blocks_and_a_restarted_one_only_its_own() -> None:
         reader.close()
 
 
-def test_a_lying_server_harms_only_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_events_affect_only_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "_IDLE_SECONDS", 0.05)
-    with reading(2) as ((liar, honest), (lies, truth)):
+    with reading(2) as ((broken, healthy), (bad_index, good_index)):
         number, largest = (one.to_bytes(SEQUENCE_BYTES, "big") for one in (5, 2**64 - 1))
         for frames in ((b"x",), (b"", b"1", b""), (b"", number, b"\xff"), (b"",) * 9):
-            liar.send_raw(*frames)
-        liar.send_raw(b"", largest, encode(stored(1)))
-        assert liar.wait(lambda: lies.num_losses >= 3)
-        liar.send_raw(b"", (2**63 - 2).to_bytes(SEQUENCE_BYTES, "big"), encode(stored(5)))
-        assert liar.wait(lambda: hashes_in(lies) == {5})
+            broken.send_raw(*frames)
+        broken.send_raw(b"", largest, encode(stored(1)))
+        assert broken.wait(lambda: bad_index.num_losses >= 3)
+        broken.send_raw(b"", (2**63 - 2).to_bytes(SEQUENCE_BYTES, "big"), encode(stored(5)))
+        assert broken.wait(lambda: hashes_in(bad_index) == {5})
         for at in range(2, 50):
-            honest.send(stored(at))
-        assert honest.wait(lambda: len(truth) == 49)
-        before = liar.num_replays
-        assert liar.wait(lambda: liar.num_replays > before)  # The reader still runs.
-        assert truth.num_losses == 0
+            healthy.send(stored(at))
+        assert healthy.wait(lambda: len(good_index) == 49)
+        before = broken.num_replays
+        assert broken.wait(lambda: broken.num_replays > before)  # The reader still runs.
+        assert good_index.num_losses == 0
 
 
 def make_prompt(*hashes: int) -> RoutedPrompt:
@@ -238,7 +238,7 @@ def make_prompt(*hashes: int) -> RoutedPrompt:
     return RoutedPrompt((), num_tokens, {}, PromptBlocks(num_tokens, 100, list(hashes)))
 
 
-def test_the_server_with_more_cached_tokens_is_chosen_until_it_has_more_to_do() -> None:
+def test_the_server_with_more_cached_tokens_is_chosen_until_it_is_busier() -> None:
     indexes = [BlockIndex(""), BlockIndex("")]
     pool = pool_of(3, indexes=[[indexes[0]], [indexes[1]], []])
     first, second, _ = pool.servers
@@ -261,11 +261,6 @@ def test_the_server_with_more_cached_tokens_is_chosen_until_it_has_more_to_do() 
     assert first.count_cached(known.blocks) is None and second.count_cached(None) is None
 
 
-def answer_json(value: object, status: bytes = b"200 OK") -> bytes:
-    body = msgspec.json.encode(value)
-    return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
-
-
 @in_loop
 async def test_a_server_is_asked_for_the_blocks_of_long_prompts() -> None:
     index = BlockIndex("")
@@ -274,7 +269,7 @@ async def test_a_server_is_asked_for_the_blocks_of_long_prompts() -> None:
     async with routing(OK, OK) as (app, fakes, (pool,)):
         pool.servers[1]._indexes = [index]
         found = {"num_tokens": 1000, "block_size": 400, "block_hashes": [7, 8]}
-        fakes[1].blocks = answer_json(found)
+        fakes[1].blocks = answer_with(found)
         assert (await ask(app, body=chat("x" * 4000)))[2] == b"ok"
         assert [server.num_event_hits for server in pool.servers] == [0, 1]
         asked, sent = fakes[1].heads
@@ -288,13 +283,13 @@ async def test_a_server_is_asked_for_the_blocks_of_long_prompts() -> None:
         assert sum(head.count("/kv_blocks ") for fake in fakes for head in fake.heads) == 1
 
 
-NONSENSE = answer_json({"num_tokens": 5, "block_size": 10, "block_hashes": [1]})
-FAILURES = [b"hangs", b"", answer_json({}), NONSENSE, answer_json({}, b"404 No")]
+NONSENSE = answer_with({"num_tokens": 5, "block_size": 10, "block_hashes": [1]})
+FAILURES = [b"hangs", b"", answer_with({}), NONSENSE, answer_with({}, b"404 No")]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 @in_loop
-async def test_a_server_that_cannot_tell_the_blocks_is_left_alone_for_a_while(
+async def test_a_server_that_cannot_name_the_blocks_is_not_asked_for_a_while(
     failure: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "_BLOCKS_SECONDS", 0.1)
@@ -308,7 +303,7 @@ async def test_a_server_that_cannot_tell_the_blocks_is_left_alone_for_a_while(
         # The estimate still keeps the prompt on one server.
         assert sorted(server.num_prefix_hits for server in pool.servers) == [0, 2]
         # A refusal of the request says nothing about the server.
-        pool.servers[0]._next_ask, fakes[0].blocks = 0.0, answer_json({}, b"401 No")
+        pool.servers[0]._next_ask, fakes[0].blocks = 0.0, answer_with({}, b"401 No")
         for _ in range(2):
             await ask(app, body=chat("x" * 4000))
         assert sum("/kv_blocks " in head for head in fakes[0].heads) == 3
