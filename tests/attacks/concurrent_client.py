@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 
 from tests.e2e.conftest import Server, eventually
-from tests.e2e.listening import family_of
+from tests.e2e.listening import process_tree
 from tests.speed import slowness
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class BusyMachine:
         self._waited: dict[Path, int] = {}  # thread -> nanoseconds waited, also by ended threads
 
     def seconds(self) -> float:
-        for pid in (os.getpid(), *family_of(self._server.process.pid)):
+        for pid in (os.getpid(), *process_tree(self._server.process.pid)):
             for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                 with contextlib.suppress(OSError):  # The thread has ended.
                     self._waited[path] = int(path.read_text().split()[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.attacks.concurrent_client import unnoticed
 from tests.e2e.api_support import CHAT, HELLO
 from tests.e2e.conftest import Server
-from tests.e2e.listening import family_of
+from tests.e2e.listening import process_tree
 
 REGEX = {"regex": "[a-z ]{600}"}
 FOLLOWED = {"messages": HELLO, "structured_outputs": REGEX, "max_tokens": 600}
@@ -14,7 +14,7 @@ FOLLOWED = {"messages": HELLO, "structured_outputs": REGEX, "max_tokens": 600}
 def kill_grammar_process(server: Server) -> None:
     found = [
         pid
-        for pid in family_of(server.process.pid)
+        for pid in process_tree(server.process.pid)
         if b"grammar.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(max(found), signal.SIGKILL)  # The newest process has the highest id.

@@ -80,8 +80,7 @@ def test_streams_of_a_stopped_part_end_with_all_tokens(mortal_ranks: Server, par
     def stop() -> None:
         os.kill(victim, signal.SIGSTOP)
         try:
-            with mortal_ranks.http() as http:
-                assert eventually(lambda: http.get("/readyz").status_code == 503)
+            assert eventually(lambda: mortal_ranks.get("/readyz").status_code == 503)
             time.sleep(0.3)
         finally:
             os.kill(victim, signal.SIGCONT)

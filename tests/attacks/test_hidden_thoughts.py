@@ -47,7 +47,6 @@ def test_too_long_hidden_thoughts_are_refused_while_unpacking(server: Server, pa
 @pytest.mark.parametrize("path", requests(has_gone_on=True))
 def test_thoughts_that_the_prompt_leaves_out_are_not_unpacked(server: Server, path: str) -> None:
     before = resident_bytes(server)
-    with server.http() as http:
-        answer = http.post(path, json=requests(has_gone_on=True)[path])
+    answer = server.send(path, requests(has_gone_on=True)[path])
     assert answer.status_code == 200
     assert resident_bytes(server) - before < 20 * MiB

@@ -1,4 +1,4 @@
-"""Ask questions in each dialect of the API, and bring the answers into one form."""
+"""Send requests in each dialect of the API, and convert the answers to one format."""
 
 import contextlib
 import json
@@ -56,8 +56,7 @@ def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, 
 
 @contextlib.contextmanager
 def serving_stub(folder: Path, *options: str) -> Iterator[tuple[Server, httpx.Client]]:
-    log = folder / "log"
-    with serving(*options, program=STUB, log_file=log) as server, server.http() as http:
+    with serving(*options, program=STUB, log_file=folder / "log") as server, server.http() as http:
         yield server, http
         assert "Traceback" not in server.log
 
@@ -121,7 +120,7 @@ def join(parts: list[dict[str, Any]], field: str) -> str:
 
 @dataclass(frozen=True)
 class Said:
-    """Hold an answer of any dialect in the terms of chat completions."""
+    """An answer of any dialect, with the field values of chat completions."""
 
     reasoning: str
     content: str

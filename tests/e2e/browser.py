@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -228,11 +229,9 @@ def browsing(folder: Path) -> Iterator[Browser]:
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
     def move() -> None:
         # No descriptor may be 3 or 4 before the other descriptor has moved.
-        high_read, high_write = os.dup(read_fd), os.dup(write_fd)
-        while high_read in (3, 4):
-            high_read = os.dup(high_read)
-        while high_write in (3, 4):
-            high_write = os.dup(high_write)
+        high_read, high_write = (
+            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5) for fd in (read_fd, write_fd)
+        )
         os.dup2(high_read, 3)
         os.dup2(high_write, 4)
 

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -74,14 +75,35 @@ class Server:
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=180)
 
+    def connect(self) -> socket.socket:
+        url = httpx.URL(self.url)
+        return socket.create_connection((url.host, url.port or 80), timeout=120)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """Send a request over a new connection, which any server process may answer."""
+        with self.http() as client:
+            return client.get(path, **options)
+
+    def send(
+        self, path: str, body: dict[str, Any] | None = None, *, headers: Any = None, **fields: Any
+    ) -> httpx.Response:
+        """Post `body` with further `fields` over a new connection."""
+        with self.http() as client:
+            return client.post(path, json={**(body or {}), **fields}, headers=headers)
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **fields: Any) -> Any:
+        """Return the JSON of the answer to `send`."""
+        answer = self.send(path, body, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     def gauge(self, name: str) -> float:
         values = self.by_rank(name).values()
         assert values
         return sum(values)
 
     def by_rank(self, name: str) -> dict[str, float]:
-        with self.http() as client:
-            text = client.get("/metrics").text
+        text = self.get("/metrics").text
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
         numbers = [re.findall(r'(?:engine|replica)="(\d+)"', line) for line in lines]
         values = [float(line.rsplit(" ", 1)[1]) for line in lines]
@@ -148,13 +170,19 @@ def serving(
 ) -> Iterator[Server]:
     """Run a server. With `rate` the server replays a text at `rate` tokens per second."""
     talk = talking(log_file.parent, tokens_per_second=rate) if rate else ()
-    process = launch(*talk, *options, log_file=log_file, **started)
+    with ready_server(launch(*talk, *options, log_file=log_file, **started), log_file) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def ready_server(
+    process: subprocess.Popen[str], log_file: Path, ready: re.Pattern[str] = _READY
+) -> Iterator[Server]:
+    """Wait for the line that matches `ready` and contains the URL. End `process` afterwards."""
     try:
         assert process.stdout is not None
-        # The first line says that the server is ready. If the output ends instead, the start
-        # failed.
-        line = process.stdout.readline()
-        match = _READY.search(line)
+        line = process.stdout.readline()  # If the start fails, the output ends without a line.
+        match = ready.search(line)
         assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
         yield Server(process, match[1], log_file, line)
     finally:

@@ -7,18 +7,18 @@ from tests.e2e.conftest import Server
 _LISTEN = "0A"  # number of the state in /proc/net/tcp
 
 
-def family_of(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):  # one list per thread
         with contextlib.suppress(OSError):  # The process has ended.
             children += map(int, task.read_text().split())
-    return [pid, *(member for child in children for member in family_of(child))]
+    return [pid, *(member for child in children for member in process_tree(child))]
 
 
-def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
+def unexpected_addresses(server: Server) -> tuple[set[str], set[str]]:
     """Return public and loopback addresses on which `server` listens, except the configured one."""
     configured = server.url.removeprefix("http://")
-    addresses = set[str]().union(*map(_listening, family_of(server.process.pid))) - {configured}
+    addresses = set[str]().union(*map(_listening, process_tree(server.process.pid))) - {configured}
     hosts = {address: ipaddress.ip_address(address.rpartition(":")[0]) for address in addresses}
     local = {address for address, host in hosts.items() if host.is_loopback}
     return addresses - local, local

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+_SECONDS = 120.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\x1b[=>]")
 
 
@@ -29,12 +30,8 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._controller, text.encode())
 
-    def wait_for(self, words: str, *, seconds: float = 120.0, count: int = 1) -> str:
-        deadline = time.monotonic() + seconds
-        while self.text.count(words) < count:
-            left = deadline - time.monotonic()
-            assert left > 0, f"{words!r} was not shown:\n{self.text}"
-            assert self._read(left), f"the command ended before {words!r}:\n{self.text}"
+    def wait_for(self, words: str, *, count: int = 1) -> str:
+        self._read_until(lambda: self.text.count(words) >= count, words)
         return self.text
 
     def say(self, line: str, words: str, *, count: int = 1) -> str:
@@ -54,18 +51,22 @@ class Terminal:
                     return
         raise AssertionError(f"{words!r} was not shown:\n{self.text}")
 
-    def wait_for_prompt(self, *, seconds: float = 120.0) -> None:
+    def wait_for_prompt(self) -> None:
         """Read until the command waits for a line, since earlier input is handled differently."""
-        deadline = time.monotonic() + seconds
-        while not self.text.endswith("> "):
-            left = deadline - time.monotonic()
-            assert left > 0 and self._read(left), f"the command shows no prompt:\n{self.text}"
+        self._read_until(lambda: self.text.endswith("> "), "> ")
 
-    def end(self, *, seconds: float = 120.0) -> int:
-        deadline = time.monotonic() + seconds
+    def end(self) -> int:
+        deadline = time.monotonic() + _SECONDS
         while self._read(max(0.0, deadline - time.monotonic())):
             pass
         return self.process.wait(max(0.1, deadline - time.monotonic()))
+
+    def _read_until(self, is_shown: Callable[[], bool], words: str) -> None:
+        deadline = time.monotonic() + _SECONDS
+        while not is_shown():
+            left = deadline - time.monotonic()
+            assert left > 0, f"{words!r} was not shown:\n{self.text}"
+            assert self._read(left), f"the command ended before {words!r}:\n{self.text}"
 
     def _read(self, seconds: float) -> bool:
         ready, _, _ = select.select([self._controller], [], [], seconds)

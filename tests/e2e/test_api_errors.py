@@ -230,11 +230,6 @@ PATHS = (
 )  # fmt: skip
 
 
-def connect(server: Server) -> socket.socket:
-    url = httpx.URL(server.url)
-    return socket.create_connection((url.host, url.port), timeout=120)
-
-
 def receive_all(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -296,7 +291,7 @@ def test_unreadable_encodings_are_refused(
 @pytest.mark.parametrize("stream", [False, True])
 def test_http_1_0_gets_no_chunks(server: Server, stream: bool) -> None:
     body = json.dumps({**BODY, "stream": stream}).encode()
-    with connect(server) as connection:
+    with server.connect() as connection:
         head = f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         answer = receive_all(connection)
@@ -321,7 +316,7 @@ def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: boo
     body = json.dumps(BODY).encode()
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
     head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%s%s\r\n\r\n"
-    with connect(server) as connection:
+    with server.connect() as connection:
         for _ in range(2):
             connection.sendall(head % (CHAT.encode(), H2C, length))
             for part in (body[:20], body[20:]):
@@ -345,7 +340,7 @@ def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: boo
 )
 def test_upgrades_are_ignored(server: Server, upgrade: bytes, start: bytes, status: int) -> None:
     head = b"%s HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: %s\r\n\r\n"
-    with connect(server) as connection:
+    with server.connect() as connection:
         connection.sendall(head % (start, upgrade))
         answer = receive_all(connection)
     assert b" %d " % status in answer.splitlines()[0] and answer.count(b"HTTP/1.1 ") == 1

@@ -70,8 +70,7 @@ def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
     assert [answer["meta_info"]["id"] for answer in batch] == ["a", "b", "b"]
     assert [answer["meta_info"]["completion_tokens"] for answer in batch] == [12, 3, 3]
     assert batch[0]["text"] == generated(http)["text"]
-    events = events_of(http, **body)
-    last = {event["index"]: event["text"] for event in events}
+    last = {event["index"]: event["text"] for event in events_of(http, **body)}
     assert [last[index] for index in range(3)] == [answer["text"] for answer in batch]
 
 

@@ -16,7 +16,7 @@ from negamax.config.embedded import EMBEDDED
 from tests.certificates import make_certificate
 from tests.e2e.api_support import CHAT, HELLO, MESSAGES, RESPONSES, error_of, serving_stub
 from tests.e2e.conftest import MODEL, STUB, Server, eventually, launch, serving
-from tests.e2e.listening import family_of, strangers_doors
+from tests.e2e.listening import process_tree, unexpected_addresses
 from tests.forked_children import finished
 from tests.speed import slowness
 
@@ -132,7 +132,7 @@ def test_drain_timeout_aborts_requests(tmp_path: Path, monkeypatch: pytest.Monke
 
 def cpu_seconds(pid: int) -> float:
     ticks = 0
-    for member in family_of(pid):
+    for member in process_tree(pid):
         fields = Path(f"/proc/{member}/stat").read_text().rsplit(")", 1)[1].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -141,8 +141,7 @@ def cpu_seconds(pid: int) -> float:
 def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_path: Path) -> None:
     options = ("--drain-timeout", "200")
     with serving(*options, log_file=tmp_path / "log", is_forked=False) as server:
-        with server.http() as http:
-            assert eventually(lambda: http.get("/health").status_code == 200)
+        assert eventually(lambda: server.get("/health").status_code == 200)
         # CPU time does not depend on other load of the machine.
         assert cpu_seconds(server.process.pid) < 20 * slowness()
         started = time.monotonic()
@@ -260,7 +259,7 @@ def test_without_a_key_only_own_and_listed_host_names_are_served(tmp_path: Path)
 
 
 def test_one_server_process_listens_on_one_port(server: Server) -> None:
-    assert strangers_doors(server) == (set(), set())
+    assert unexpected_addresses(server) == (set(), set())
 
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")

@@ -34,16 +34,11 @@ small = shared(
 
 
 @pytest.fixture(autouse=True)
-def all_is_over_afterwards(small: Server) -> Iterator[None]:
+def server_is_idle_afterwards(small: Server) -> Iterator[None]:
     yield
     for name in (RUNNING, WAITING, "vllm:kv_cache_usage_perc", "negamax:open_requests"):
         assert eventually(lambda name=name: small.gauge(name) == 0)
     assert small.gauge(WAITING_TOKENS) == 0
-
-
-def address(server: Server) -> tuple[str, int]:
-    url = httpx.URL(server.url)
-    return url.host, url.port or 80
 
 
 def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
@@ -53,8 +48,7 @@ def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
 
 
 def send(server: Server, data: bytes) -> socket.socket:
-    connection = socket.create_connection(address(server))
-    connection.settimeout(120)
+    connection = server.connect()
     connection.sendall(data)
     return connection
 
@@ -82,15 +76,14 @@ def say(text: str) -> dict[str, Any]:
 def test_queue_is_limited_by_requests_and_tokens(small: Server, busy: contextlib.ExitStack) -> None:
     busy.enter_context(send(small, post_bytes(say("word " * 300))))
     assert eventually(lambda: small.gauge(WAITING_TOKENS) > 250)
-    with small.http() as http:
-        long = http.post(CHAT, json=say("other " * 300))
-        error_of(long, 429, code="queue_tokens_full")
-        assert 1 <= int(long.headers["retry-after"]) <= 120
-        busy.enter_context(send(small, post_bytes(LONG)))
-        assert eventually(lambda: small.gauge(WAITING) == 2)
-        short = http.post(CHAT, json=LONG)
-        error_of(short, 429, code="queue_full")
-        assert int(short.headers["retry-after"]) >= 1
+    long = small.send(CHAT, say("other " * 300))
+    error_of(long, 429, code="queue_tokens_full")
+    assert 1 <= int(long.headers["retry-after"]) <= 120
+    busy.enter_context(send(small, post_bytes(LONG)))
+    assert eventually(lambda: small.gauge(WAITING) == 2)
+    short = small.send(CHAT, LONG)
+    error_of(short, 429, code="queue_full")
+    assert int(short.headers["retry-after"]) >= 1
     # The server checks the queue before it reads the body, which never arrives here.
     with send(small, post_bytes(LONG)[:150]) as connection:
         assert connection.recv(1000).startswith(b"HTTP/1.1 429")
@@ -108,9 +101,7 @@ def test_choices_that_cannot_share_their_prompt_count_it_once_each(
 
 
 def test_deadlines_end_whole_answers_and_begun_streams(small: Server) -> None:
-    with small.http() as http:
-        refused = http.post(CHAT, json=LONG | {"timeout": 0.3})
-    error_of(refused, 408, code="request_timeout", type="timeout_error")
+    error_of(small.send(CHAT, LONG, timeout=0.3), 408, code="request_timeout", type="timeout_error")
     for seconds in (0.5, 1, 2, 4, 8):  # On a stalled machine the time passes too early.
         with (
             small.http() as http,
@@ -124,8 +115,7 @@ def test_deadlines_end_whole_answers_and_begun_streams(small: Server) -> None:
 
 
 def test_deadline_in_queue_is_a_408_in_streams(small: Server, busy: contextlib.ExitStack) -> None:
-    with small.http() as http:
-        error_of(http.post(CHAT, json=LONG | {"timeout": 0.3, "stream": True}), 408)
+    error_of(small.send(CHAT, LONG, timeout=0.3, stream=True), 408)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -152,8 +142,7 @@ def test_silent_stream_sends_comments_that_clients_skip(small: Server, dialect: 
     silent = dialect.body(limit=400) | {"ignore_eos": True, "stream": True, "stream_interval": 400}
 
     def says_comments() -> bool:
-        with small.http() as http:
-            return http.post(dialect.path, json=silent).text.count(": keep-alive\n\n") >= 2
+        return small.send(dialect.path, silent).text.count(": keep-alive\n\n") >= 2
 
     assert any(says_comments() for _ in range(10))  # A stalled server sends no comments.
     with small.openai() as client:
@@ -167,13 +156,13 @@ def test_client_that_does_not_read_is_disconnected(small: Server) -> None:
     before = small.log.count("is disconnected")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(address(small))
+    url = httpx.URL(small.url)
+    connection.connect((url.host, url.port))
     fat = {"logprobs": True, "top_logprobs": 20, "n": 2, "separate_reasoning": False}
     connection.sendall(post_bytes(LONG | fat | {"stream": True}))
     assert eventually(lambda: small.log.count("is disconnected") > before)
     assert eventually(lambda: small.gauge(RUNNING) == 0)
-    with small.http() as http:
-        post(http, CHAT, messages=HELLO, max_tokens=2)
+    small.post(CHAT, messages=HELLO, max_tokens=2)
     connection.close()
 
 
@@ -237,20 +226,18 @@ def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
     for connection in connections:
         connection.close()
     body = {"messages": HELLO, "max_tokens": 2}
-    with small.http() as http:
-        assert eventually(lambda: http.post(CHAT, json=body).status_code == 200)
+    assert eventually(lambda: small.send(CHAT, body).status_code == 200)
 
 
-def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
+def test_many_hanging_clients_do_not_block_other_requests(small: Server) -> None:
     halves = (b"POST /v1/chat", post_bytes(LONG)[:170], b"")
     connections = [send(small, halves[number % 3]) for number in range(300)]
-    with small.http() as http:
-        post(http, CHAT, messages=HELLO, max_tokens=4)
+    small.post(CHAT, messages=HELLO, max_tokens=4)
     for connection in connections:
         connection.close()
 
 
-def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> None:
+def test_flood_of_refused_requests_does_not_change_running_answers(small: Server) -> None:
     """Run one sequence, so that a request for four is refused, but not a request for one."""
     with small.http() as http, contextlib.ExitStack() as stack:
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "ignore_eos": True}

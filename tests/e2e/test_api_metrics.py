@@ -141,14 +141,8 @@ def test_tool_calls_of_all_dialects_are_counted(http: httpx.Client, dialect: Dia
     assert value(http.get("/metrics").text, name) - before == 1
 
 
-OPTIONS = [
-    "--num-kv-blocks=40",
-    "--block-size=16",
-    "--max-model-len=512",
-    "--kv-offloading-size=0.05",
-]
-
-
+OPTIONS = ("--num-kv-blocks=40", "--block-size=16", "--max-model-len=512")
+OPTIONS += ("--kv-offloading-size=0.05",)
 Samples = dict[tuple[str, str | None], float]
 
 
@@ -160,30 +154,35 @@ def ask_turn(http: httpx.Client, turn: int) -> tuple[int, str]:
     return details["cached_tokens"], answer["choices"][0]["text"]
 
 
-def read_metrics(http: httpx.Client) -> Samples:
+def by_label(text: str, label: str) -> Samples:
+    """Map the name and the `label` of each sample in `text` to the sample's value."""
     return {
-        (sample.name, sample.labels.get("transfer_type")): sample.value
-        for family in text_string_to_metric_families(http.get("/metrics").text)
-        for sample in family.samples
+        (name, labels.get(label)): value
+        for name, entries in samples(text).items()
+        for labels, value in entries
     }
+
+
+def read_metrics(http: httpx.Client) -> Samples:
+    return by_label(http.get("/metrics").text, "transfer_type")
 
 
 def test_a_returning_session_is_shown_in_usage_metrics_and_log(tmp_path: Path) -> None:
     log_file = tmp_path / "log"
     with serving(*OPTIONS, log_file=log_file) as server, server.http() as http:
         cached = [ask_turn(http, turn)[0] for turn in (0, 1, 2, 0)]
-        samples = read_metrics(http)
+        found = read_metrics(http)
     assert cached == [0, 0, 0, 288]
-    hits = samples["vllm:external_prefix_cache_hits_total", None]
-    assert 0 < hits <= 288 < samples["vllm:external_prefix_cache_queries_total", None]
+    hits = found["vllm:external_prefix_cache_hits_total", None]
+    assert 0 < hits <= 288 < found["vllm:external_prefix_cache_queries_total", None]
     stored, loaded = (
-        samples["vllm:kv_offload_total_bytes_total", direction]
+        found["vllm:kv_offload_total_bytes_total", direction]
         for direction in ("GPU_to_CPU", "CPU_to_GPU")
     )
     assert loaded * 16 % hits == 0 and stored > loaded > 0
-    assert samples["sglang:hicache_host_used_tokens", None] >= 3 * 288
-    assert 0 < samples["vllm:cpu_cache_usage_perc", None] < 1
-    assert samples["negamax:kv_offload_evictions_total", None] == 0
+    assert found["sglang:hicache_host_used_tokens", None] >= 3 * 288
+    assert 0 < found["vllm:cpu_cache_usage_perc", None] < 1
+    assert found["negamax:kv_offload_evictions_total", None] == 0
     assert "main memory has room for" in log_file.read_text()
 
 
@@ -200,13 +199,13 @@ def test_a_session_returns_after_the_server_ended(number: signal.Signals, tmp_pa
         server.stop(number)
     with serving(*options, log_file=tmp_path / "second") as server, server.http() as http:
         assert ask_turn(http, 0) == (288, first[1])
-        samples = read_metrics(http)
+        found = read_metrics(http)
         assert ask_turn(http, 1)[0] == 0
-    assert samples["sglang:prefetched_tokens_total", None] == 288
-    assert samples["negamax:kv_file_bytes_total", "read"] > 18 * 64 * 1024
+    assert found["sglang:prefetched_tokens_total", None] == 288
+    assert found["negamax:kv_file_bytes_total", "read"] > 18 * 64 * 1024
     for counter in ("evictions", "errors"):
-        assert samples[f"negamax:kv_file_{counter}_total", None] == 0
-    assert 0 < samples["negamax:kv_file_usage_perc", None] < 1
+        assert found[f"negamax:kv_file_{counter}_total", None] == 0
+    assert 0 < found["negamax:kv_file_usage_perc", None] < 1
     assert "existing files hold 288" in (tmp_path / "second").read_text()
 
 
@@ -294,24 +293,19 @@ def test_drafts_are_counted_by_label(tmp_path: Path, capsys: pytest.CaptureFixtu
         meta = http.post("/generate", json=body).json()["meta_info"]
         info = http.get("/server_info").json()
     assert "SYNTHETIC ACCEPTANCE of 2.00 tokens per row" in (tmp_path / "log").read_text()
-    samples = {
-        (sample.name, sample.labels.get("position")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    counts = "vllm:spec_decode_num"
-    drafts = samples[f"{counts}_drafts_total", None]
+    by_position, counts = by_label(text, "position"), "vllm:spec_decode_num"
+    drafts = by_position[f"{counts}_drafts_total", None]
     assert drafts > 40
-    assert samples[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
-    assert samples[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
+    assert by_position[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
+    assert by_position[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
     position = f"{counts}_accepted_tokens_per_pos_total"
     # The labels are those of the counters that they are divided by.
     labels = {f'{position}{{engine="0",model_name="nano",position="{place}"}}' for place in (0, 1)}
     assert labels == {line.split()[0] for line in text.splitlines() if line.startswith(position)}
-    assert samples[position, "0"] == pytest.approx(drafts, abs=8)
-    assert samples[position, "1"] == 0
-    assert samples["sglang:spec_accept_length", None] == pytest.approx(2.0, abs=0.1)
-    assert samples["negamax:synthetic_acceptance_length", None] == 2.0
+    assert by_position[position, "0"] == pytest.approx(drafts, abs=8)
+    assert by_position[position, "1"] == 0
+    assert by_position["sglang:spec_accept_length", None] == pytest.approx(2.0, abs=0.1)
+    assert by_position["negamax:synthetic_acceptance_length", None] == 2.0
     assert (info["speculative_algorithm"], info["speculative_num_draft_tokens"]) == ("NGRAM", 3)
     assert info["synthetic_acceptance_length"] == 2.0
     assert info["avg_spec_accept_length"] == pytest.approx(2.0, abs=0.1)

@@ -278,7 +278,7 @@ def test_exit_code_is_one_without_answers(bench: Bench) -> None:
     assert "http://127.0.0.1:9 does not answer: connection refused" in bench.err
 
 
-def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None:
+def test_without_usage_chunks_are_counted_and_the_report_says_so(bench: Bench) -> None:
     found = run(bench, good_stream(5, usage=False))
     assert found["output_lens"] == [5] * 4
     assert found["input_lens"] == [8] * 4  # The benchmark sends 8 token ids per prompt.
@@ -301,7 +301,7 @@ def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(benc
         assert [body["stream_options"] for body in server.bodies] == [{"include_usage": True}] * 5
 
 
-def test_requests_are_sent_when_the_rate_says(bench: Bench) -> None:
+def test_requests_are_sent_at_the_requested_rate(bench: Bench) -> None:
     more = "--num-prompts 8 --max-concurrency 8 --request-rate 10 --seed 3"
     found = run(bench, good_stream(), line=f"{SMALL} {more}")
     due = list(islice(arrivals(BenchOptions(request_rate=10.0, seed=3)), 8))

@@ -69,8 +69,7 @@ def test_generate_answers_a_prompt() -> None:
 
 def test_generate_prints_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--prompt Hello --raw --max-tokens 6 --temperature 0 -n 1 --ignore-eos --json"
-    words = ["generate", MODEL, "--prompt", "Tom has", *shlex.split(line), *FAST]
-    assert main(words) == 0
+    assert main(["generate", MODEL, "--prompt", "Tom has", *shlex.split(line), *FAST]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["Tom has", "Hello"]
     for line in lines:

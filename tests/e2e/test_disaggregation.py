@@ -20,14 +20,8 @@ from tests.ports import free_port
 from tests.probes import needs_nixl
 
 COMPLETIONS = "/v1/completions"
-ASK_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+ASK_PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+ASK_PREFILL |= {f"remote_{name}": None for name in ("engine_id", "block_ids", "host", "port")}
 SIZES = ("--kv-offloading-size=0.1", "--num-kv-blocks=300", "--device=cpu")
 PAIR = tuple[Server, Server]
 
@@ -63,28 +57,20 @@ def find_kv_port(server: Server) -> str:
     return str(port)
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    with server.http() as http:
-        answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def prefill(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Let a server compute a prompt as vLLM's proxies do. Return the `kv_transfer_params`."""
     once = {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_PREFILL}
-    params: dict[str, Any] = post(server, path, {**body, **once})["kv_transfer_params"]
+    params: dict[str, Any] = server.post(path, body, **once)["kv_transfer_params"]
     assert params["do_remote_prefill"] and not params["do_remote_decode"]
     return params
 
 
 def run_apart(pair: PAIR, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    return post(pair[1], path, {**body, "kv_transfer_params": prefill(pair[0], path, body)})
+    return pair[1].post(path, body, kv_transfer_params=prefill(pair[0], path, body))
 
 
 def run_alone(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    return post(server, path, {**body, "cache_salt": "alone"})
+    return server.post(path, body, cache_salt="alone")
 
 
 def tokens(seed: int, length: int) -> list[int]:
@@ -182,12 +168,11 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
         {"remote_port": free_port()},
     )
     for change in changes:
-        answer = post(pair[1], COMPLETIONS, {**body, "kv_transfer_params": {**params, **change}})
+        answer = pair[1].post(COMPLETIONS, body, kv_transfer_params={**params, **change})
         assert answer["choices"] == expected
-    other = {**body, "prompt": tokens(12, 100), "kv_transfer_params": params}
-    assert post(pair[1], COMPLETIONS, other)["choices"] != expected
-    count = failed + len(changes) + 1
-    assert pair[1].gauge("negamax:failed_remote_prefills_total") == count
+    other = body | {"prompt": tokens(12, 100)}
+    assert pair[1].post(COMPLETIONS, other, kv_transfer_params=params)["choices"] != expected
+    assert pair[1].gauge("negamax:failed_remote_prefills_total") == failed + len(changes) + 1
     for wrong in (
         {"remote_host": None},
         {"remote_host": "192.0.2.1"},
@@ -197,15 +182,13 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
         {"remote_port": "x"},
         {"remote_engine_id": "x" * 129},
     ):
-        with pair[1].http() as http:
-            sent = {**body, "kv_transfer_params": {**params, **wrong}}
-            assert http.post(COMPLETIONS, json=sent).status_code == 400
-    with pair[0].http() as http:  # One server only prefills, and the other one only decodes.
-        sent = {**body, "kv_transfer_params": params}
-        assert "prefills only" in http.post(COMPLETIONS, json=sent).text
-    with pair[1].http() as http:
-        sent = {**body, "kv_transfer_params": ASK_PREFILL}
-        assert "decodes only" in http.post(COMPLETIONS, json=sent).text
+        refused = pair[1].send(COMPLETIONS, body, kv_transfer_params={**params, **wrong})
+        assert refused.status_code == 400
+    # One server only prefills, and the other one only decodes.
+    refused = pair[0].send(COMPLETIONS, body, kv_transfer_params=params)
+    assert "prefills only" in refused.text
+    refused = pair[1].send(COMPLETIONS, body, kv_transfer_params=ASK_PREFILL)
+    assert "decodes only" in refused.text
 
 
 def test_rooms_of_sglangs_router(pair: PAIR) -> None:
@@ -223,8 +206,7 @@ def test_rooms_of_sglangs_router(pair: PAIR) -> None:
                 body |= {"prompt": tokens(number, 150), "n": 2}
             expected = run_alone(pair[0], path, body)
             both = body | room | {"bootstrap_room": 7_000_000_000 + number}
-            answers = [threads.submit(post, server, path, both) for server in pair]
-            first, second = (each.result() for each in answers)
+            first, second = threads.map(Server.post, pair, [path] * 2, [both] * 2)
             if path == "/generate":
                 assert second["text"] == expected["text"]
                 assert first["meta_info"]["completion_tokens"] == 1
@@ -236,19 +218,17 @@ def test_rooms_of_sglangs_router(pair: PAIR) -> None:
             batch: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}
             expected = run_alone(pair[0], "/generate", batch)
             both = batch | room | {"bootstrap_room": rooms, "cache_salt": str(rooms)}
-            answers = [threads.submit(post, server, "/generate", both) for server in pair]
-            first, second = (each.result() for each in answers)
+            first, second = threads.map(Server.post, pair, ["/generate"] * 2, [both] * 2)
             assert [one["text"] for one in second] == [one["text"] for one in expected]
     assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5
-    with pair[1].http() as http:
-        wrong = http.post("/generate", json=both | {"bootstrap_room": [1, 2]})
+    wrong = pair[1].send("/generate", both, bootstrap_room=[1, 2])
     assert wrong.status_code == 400 and "2 values for 3 prompts" in wrong.text
 
 
 def test_several_prompts_of_one_body_are_computed_twice(pair: PAIR) -> None:
     count = pair[0].gauge("negamax:kv_leases")
     body = {"prompt": [tokens(40, 60), tokens(41, 60)], "max_tokens": 4, "temperature": 0}
-    answer = post(pair[0], COMPLETIONS, body | {"kv_transfer_params": ASK_PREFILL})
+    answer = pair[0].post(COMPLETIONS, body, kv_transfer_params=ASK_PREFILL)
     assert "kv_transfer_params" not in answer and len(answer["choices"]) == 2
     assert pair[0].gauge("negamax:kv_leases") == count
 
@@ -322,24 +302,20 @@ def test_a_dead_prefilling_engine(policy: str, tmp_path: Path) -> None:
         expected = run_alone(pair[0], COMPLETIONS, body)["choices"]
         params = prefill(pair[0], COMPLETIONS, body)
         os.kill(pair[0].engine_pid(), signal.SIGKILL)
-        with pair[1].http() as http:
-            answer = http.post(COMPLETIONS, json=body | {"kv_transfer_params": params})
+        answer = pair[1].send(COMPLETIONS, body, kv_transfer_params=params)
         if policy == "fail":
             assert answer.status_code == 503 and "did not arrive" in answer.text
         else:
             assert answer.json()["choices"] == expected
-        restarts = "negamax:engine_restarts_total"
-        assert eventually(lambda: pair[0].gauge(restarts) == 1)
-        with pair[0].http() as http:  # Another engine uses the port.
-            assert eventually(lambda: http.get("/readyz").status_code == 200)
-        with pair[1].http() as http:
-            answer = http.post(COMPLETIONS, json=body | {"kv_transfer_params": params})
+        assert eventually(lambda: pair[0].gauge("negamax:engine_restarts_total") == 1)
+        # Another engine uses the port.
+        assert eventually(lambda: pair[0].get("/readyz").status_code == 200)
+        answer = pair[1].send(COMPLETIONS, body, kv_transfer_params=params)
         assert (answer.status_code == 503) == (policy == "fail")
         assert "was replaced by another engine" in pair[1].log
         check_same(pair, COMPLETIONS, body | {"prompt": tokens(6, 300)})
         prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(9, 300)})  # No server reads it.
-        expired = "negamax:expired_kv_leases_total"
-        assert eventually(lambda: pair[0].gauge(expired) == 1, seconds=20)
+        assert eventually(lambda: pair[0].gauge("negamax:expired_kv_leases_total") == 1, seconds=20)
         assert pair[0].gauge("negamax:kv_leases") == 0
 
 
@@ -354,7 +330,7 @@ def test_a_prefilling_engine_that_stops_and_a_decoding_engine_that_dies(tmp_path
         pid = pair[0].engine_pid()
         os.kill(pid, signal.SIGSTOP)  # The connections of the stopped engine stay open.
         try:
-            answer = post(pair[1], COMPLETIONS, body | {"kv_transfer_params": params})
+            answer = pair[1].post(COMPLETIONS, body, kv_transfer_params=params)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert answer["choices"] == expected and "did not arrive" in pair[1].log
@@ -362,15 +338,12 @@ def test_a_prefilling_engine_that_stops_and_a_decoding_engine_that_dies(tmp_path
         with pair[1].http() as http, ThreadPoolExecutor(1) as threads:
             late = {"prompt": tokens(6, 300), "max_tokens": 3000, "kv_transfer_params": params}
             running = threads.submit(http.post, COMPLETIONS, json=late | {"ignore_eos": True})
-            remote = "negamax:remote_prefills_total"
-            assert eventually(lambda: pair[1].gauge(remote) == 1)
+            assert eventually(lambda: pair[1].gauge("negamax:remote_prefills_total") == 1)
             os.kill(pair[1].engine_pid(), signal.SIGKILL)
             assert running.result().status_code == 503
         assert eventually(lambda: pair[0].gauge("negamax:kv_leases") == 0, seconds=20)
-        restarts = "negamax:engine_restarts_total"
-        assert eventually(lambda: pair[1].gauge(restarts) == 1)
-        with pair[1].http() as http:
-            assert eventually(lambda: http.get("/readyz").status_code == 200)
+        assert eventually(lambda: pair[1].gauge("negamax:engine_restarts_total") == 1)
+        assert eventually(lambda: pair[1].get("/readyz").status_code == 200)
         check_same(pair, COMPLETIONS, body | {"prompt": tokens(7, 300)})
 
 
@@ -378,6 +351,5 @@ def test_engines_with_other_blocks_refuse_each_other(tmp_path: Path) -> None:
     with serving_pair(tmp_path, second=("--block-size=32",)) as pair:
         body = {"prompt": tokens(5, 300), "max_tokens": 6, "temperature": 0}
         params = prefill(pair[0], COMPLETIONS, body)
-        with pair[1].http() as http:
-            answer = http.post(COMPLETIONS, json=body | {"kv_transfer_params": params})
+        answer = pair[1].send(COMPLETIONS, body, kv_transfer_params=params)
         assert answer.status_code == 503 and "differ in version, model" in answer.text

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from PIL import Image
@@ -68,11 +67,7 @@ def part(image: torch.Tensor) -> dict[str, Any]:
 
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(
-        f"{server.url}{path}", json={"model": "seeing", "temperature": 0, **body}, timeout=60
-    )
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
+    found: dict[str, Any] = server.post(path, {"model": "seeing", "temperature": 0, **body})
     return found
 
 
@@ -165,7 +160,7 @@ def test_many_requests_with_images_and_a_bad_one(served: tuple[Any, Server]) -> 
     bad = chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
 
     def refuse() -> None:
-        response = httpx.post(f"{server.url}{CHAT}", json={"model": "seeing", **bad}, timeout=60)
+        response = server.send(CHAT, bad, model="seeing")
         assert response.status_code == 400
         assert "messages[0].content[0]" in response.text
 

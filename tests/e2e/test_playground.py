@@ -87,8 +87,7 @@ def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Brow
     ask(nano, "Hello!")
     body = sent(nano)
     roles = {"system": "Be brief.", "user": "Hello!"}
-    said = [{"role": role, "content": text} for role, text in roles.items()]
-    assert body.pop("messages") == said
+    assert body.pop("messages") == [{"role": role, "content": text} for role, text in roles.items()]
     assert [tool["function"]["name"] for tool in body.pop("tools")] == ["get_weather"]
     assert body == {
         "model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -230,9 +229,8 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Browser) -> None:
 
 def test_browser_asks_for_the_key_of_a_guarded_server_once(page: Browser, tmp_path: Path) -> None:
     with serving("--api-key", "secret", log_file=tmp_path / "log") as server:
-        with server.http() as http:
-            refused = http.get("/")
-            challenged = http.get("/v1/models", auth=("", "secret"))
+        refused = server.get("/")
+        challenged = server.get("/v1/models", auth=("", "secret"))
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic realm=")
         assert challenged.headers["www-authenticate"] == "Bearer"

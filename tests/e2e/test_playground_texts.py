@@ -52,7 +52,7 @@ def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
     assert page.problems == []
 
 
-def test_the_policy_stops_what_would_slip_through(page: Browser, script: Script) -> None:
+def test_the_policy_blocks_scripts_images_and_requests(page: Browser, script: Script) -> None:
     with pytest.raises(AssertionError, match="TrustedHTML"):
         page.run("document.querySelector('#messages').innerHTML = '<b>x</b>'")
     with pytest.raises(AssertionError, match="TrustedScript"):
@@ -114,7 +114,7 @@ def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Scrip
     assert page.problems == []
 
 
-def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Script) -> None:
+def test_a_growing_text_ends_like_the_whole_text(page: Browser, script: Script) -> None:
     link = "[a][1]\n\n[1]: https://e.example/\n\nb"
     for text in (*MARKDOWN, *FORMULAS, link, "\n\n".join((*MARKDOWN, *FORMULAS))):
         same = page.run(
@@ -194,7 +194,7 @@ def cpu_seconds_of(page: Browser) -> float:
     return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
 
 
-def test_events_may_be_cut_anywhere(page: Browser, script: Script) -> None:
+def test_events_may_be_split_anywhere(page: Browser, script: Script) -> None:
     text = (
         'data: {"a": "\u00e9\U0001f600"}\r\n\r\n: note\n\ndata: 1\ndata: 2\n\nevent: '
         "x\ndata:3\n\ndata: [DONE]\n\ndata: 4\n\n"

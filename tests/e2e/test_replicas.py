@@ -31,10 +31,7 @@ two = shared("--num-replicas 2 --api-server-count 2 --device cpu")
 def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields: Any) -> Any:
     body = {"prompt": prompt, "temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | fields
     headers = {} if rank is None else {HEADER: str(rank)}
-    with server.http() as http:
-        answer = http.post("/v1/completions", json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.post("/v1/completions", body, headers=headers)
 
 
 def num_tokens(server: Server) -> dict[str, float]:
@@ -54,8 +51,7 @@ def test_replicas_give_the_answers_of_one_engine(two: Server, server: Server) ->
 def test_requests_are_spread_over_replicas_unless_a_field_pins_them(two: Server) -> None:
     before = num_tokens(two)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        numbers = range(8)
-        list(pool.map(lambda at: completion(two, [at + 5] * 9, max_tokens=64), numbers))
+        list(pool.map(lambda at: completion(two, [at + 5] * 9, max_tokens=64), range(8)))
     gained = {rank: count - before[rank] for rank, count in num_tokens(two).items()}
     assert sorted(gained) == ["0", "1"] and sum(gained.values()) == 512
     assert min(gained.values()) >= 3 * 64
@@ -149,9 +145,7 @@ def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> N
         assert not is_alive(dead)
         assert server.by_rank("negamax:engine_restarts_total") == {"0": 0.0, "1": 1.0}
         for _ in range(6):  # Any server process may answer.
-            with server.http() as other:
-                pinned = {HEADER: "1"}
-                assert other.post(CHAT, json=REQUESTS[CHAT], headers=pinned).status_code == 200
+            assert server.send(CHAT, REQUESTS[CHAT], headers={HEADER: "1"}).status_code == 200
 
         # A replica that dies too often stays dead. The server ends with the last replica.
         os.kill(server.engine_pids()[1], signal.SIGKILL)
@@ -162,8 +156,7 @@ def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> N
         refused = http.post(CHAT, json=REQUESTS[CHAT], headers={HEADER: "1"})
         error_of(refused, 503, code="engine_dead")
         for _ in range(6):
-            with server.http() as other:
-                assert other.post(CHAT, json=REQUESTS[CHAT]).status_code == 200
+            assert server.send(CHAT, REQUESTS[CHAT]).status_code == 200
         assert server.by_rank("negamax:engine_up") == {"0": 1.0, "1": 0.0}
         first = server.engine_pid()
         os.kill(first, signal.SIGKILL)
@@ -181,9 +174,8 @@ def test_ranks_of_one_engine_are_pinned_counted_and_restarted(tmp_path: Path) ->
         texts = [completion(server, "Hello", rank=rank)["choices"][0]["text"] for rank in (1, 1, 0)]
         assert len(set(texts)) == 1
         assert num_tokens(server) == {"0": 24.0, "1": 48.0}
-        with server.http() as http:
-            refused = http.post(CHAT, json=REQUESTS[CHAT], headers={HEADER: "2"})
-            assert "allowed: 0 to 1" in error_of(refused, 400)["message"]
+        refused = server.send(CHAT, REQUESTS[CHAT], headers={HEADER: "2"})
+        assert "allowed: 0 to 1" in error_of(refused, 400)["message"]
         streams = [Stream(server, rank, max_tokens=3000) for rank in (0, 1)]
         assert eventually(lambda: server.by_rank(RUNNING) == {"0": 1.0, "1": 1.0})
         engine = server.engine_pid()

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.e2e.api_support import CHAT
-from tests.e2e.conftest import Server, eventually, serving
-from tests.e2e.test_disaggregation import COMPLETIONS, find_kv_port, post, serving_pair, tokens
+from tests.e2e.conftest import Server, eventually, ready_server, serving
+from tests.e2e.test_disaggregation import COMPLETIONS, find_kv_port, serving_pair, tokens
 from tests.e2e.test_kv_event_stream import catch_up, complete, make_option
 from tests.forked_children import start
 from tests.ports import free_port
@@ -34,33 +34,15 @@ OWN = re.compile(
 def routing(folder: Path, *options: str, log_name: str = "router-log") -> Iterator[Server]:
     log_file = folder / log_name
     with log_file.open("w", encoding="utf-8") as log:
-        process = start(
-            "negamax",
-            "route",
-            "--port",
-            "0",
-            *options,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = READY.search(line)
-        assert match, f"{line!r}\n{log_file.read_text(encoding='utf-8')}"
-        yield Server(process, match[1], log_file, line)
-        assert "Traceback" not in log_file.read_text(encoding="utf-8")
-    finally:
-        process.terminate()
-        process.wait(120)
-        if process.stdout is not None:
-            process.stdout.close()
+        command = ("negamax", "route", "--port", "0", *options)
+        process = start(*command, stdout=subprocess.PIPE, stderr=log, text=True)
+    with ready_server(process, log_file, READY) as router:
+        yield router
+        assert "Traceback" not in router.log
 
 
 def by_server(router: Server, name: str) -> dict[str, float]:
-    with router.http() as http:
-        text = http.get("/metrics").text
+    text = router.get("/metrics").text
     found = re.findall(
         rf'^negamax:router_{name}(?:_total)?{{[^}}]*server="([^"]+)"}} (\S+)$', text, re.M
     )
@@ -80,8 +62,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
 
 @pytest.fixture
 def router(pair: tuple[Server, Server], tmp_path: Path) -> Iterator[Server]:
-    with routing(tmp_path, pair[0].url, pair[1].url) as running:
-        yield running
+    with routing(tmp_path, pair[0].url, pair[1].url) as router:
+        yield router
 
 
 def chat(text: str = "Hello", *, max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
@@ -177,8 +159,7 @@ def test_a_client_that_leaves_ends_its_request_on_the_server(
 ) -> None:
     before = sum(server.num_aborted for server in pair)
     with router.http() as http:
-        body = chat(max_tokens=5000, stream=True)
-        with http.stream("POST", CHAT, json=body) as answer:
+        with http.stream("POST", CHAT, json=chat(max_tokens=5000, stream=True)) as answer:
             lines = answer.iter_lines()
             for _ in range(6):
                 next(lines)
@@ -230,8 +211,7 @@ def test_open_streams_end_before_the_router_does(
     pair: tuple[Server, Server], tmp_path: Path
 ) -> None:
     with routing(tmp_path, pair[0].url) as router, router.http() as http:
-        body = chat(max_tokens=100, stream=True)
-        with http.stream("POST", CHAT, json=body) as answer:
+        with http.stream("POST", CHAT, json=chat(max_tokens=100, stream=True)) as answer:
             lines = answer.iter_lines()
             next(lines)
             router.process.send_signal(signal.SIGTERM)
@@ -370,9 +350,8 @@ def test_one_server_prefills_and_the_other_decodes(tmp_path: Path) -> None:
             for front, own in ((router, bodies[:2]), (rooms, bodies)):
                 count = second.gauge("negamax:remote_prefills_total")
                 for path, body in own:
-                    salted = {**body, "cache_salt": front.url}
-                    routed, direct = post(front, path, salted), post(first, path, body)
-                    assert routed["choices"] == direct["choices"]
+                    routed = front.post(path, body, cache_salt=front.url)
+                    assert routed["choices"] == first.post(path, body)["choices"]
                 remote = second.gauge("negamax:remote_prefills_total") - count
                 assert remote == (3 if front is router else 5)
                 assert by_server(front, "requests") == dict.fromkeys(
@@ -383,12 +362,12 @@ def test_one_server_prefills_and_the_other_decodes(tmp_path: Path) -> None:
             local = second.gauge("negamax:local_prefills_total")
             body, engine = {"prompt": tokens(2, 300), "max_tokens": 5}, first.engine_pid()
             os.kill(engine, signal.SIGSTOP)  # so that the request is open
-            waiting = threads.submit(post, rooms, COMPLETIONS, body)
+            waiting = threads.submit(rooms.post, COMPLETIONS, body)
             assert eventually(lambda: by_server(rooms, "open")[first.url] == 1)
             first.stop(signal.SIGKILL)
             os.kill(engine, signal.SIGCONT)
             assert waiting.result()["choices"][0]["text"]
-            assert post(router, COMPLETIONS, body)["choices"][0]["text"]
+            assert router.post(COMPLETIONS, body)["choices"][0]["text"]
             for front in (router, rooms):
                 assert by_server(front, "failures") == {first.url: 1, second.url: 0}
             assert second.gauge("negamax:local_prefills_total") == local + 2

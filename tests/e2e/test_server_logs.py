@@ -40,8 +40,7 @@ def logged(server: Server, logger: str, **fields: Any) -> list[dict[str, Any]]:
 
 def test_all_processes_log_like_the_first_which_names_the_page(talkative: Server) -> None:
     assert talkative.ready_line.endswith(f"chat page: {talkative.url}/\n")
-    with talkative.http() as http:
-        page = http.get("/", auth=("any", KEY))
+    page = talkative.get("/", auth=("any", KEY))
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     (table,) = logged(talkative, "engine.core.setup", level="debug")
     assert table["message"].startswith("kernels:")
@@ -51,10 +50,9 @@ def test_all_processes_log_like_the_first_which_names_the_page(talkative: Server
 
 def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(talkative: Server) -> None:
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "top_k": 3}
-    with talkative.http() as http:
-        headers = {"authorization": f"Bearer {KEY}", "x-request-id": "train-1"}
-        headers |= {"x-forwarded-for": "203.0.113.9"}  # No proxy with this address was configured.
-        asked = http.post(f"{CHAT}?api_key={KEY}", json=body, headers=headers).json()
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "train-1"}
+    headers |= {"x-forwarded-for": "203.0.113.9"}  # No proxy with this address was configured.
+    asked = talkative.post(f"{CHAT}?api_key={KEY}", body, headers=headers)
     assert eventually(lambda: bool(logged(talkative, "api.request_log", path=CHAT)))
     (access,) = logged(talkative, "api.request_log", path=CHAT, x_request_id="train-1")
     assert access["client"].startswith("127.0.0.1:")
@@ -75,11 +73,10 @@ def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(talkative: 
 
 
 def test_refused_request_is_in_the_logs(talkative: Server) -> None:
-    with talkative.http() as http:
-        headers = {"authorization": f"Bearer {KEY}"}
-        http.post(CHAT, json={"messages": [], "temperature": 9}, headers=headers)
-        http.get("/v1/nowhere", headers={"authorization": f"Bearer {KEY}"})
-        http.get("/v1/models", headers={"authorization": "Bearer wrong"})
+    headers = {"authorization": f"Bearer {KEY}"}
+    talkative.send(CHAT, messages=[], temperature=9, headers=headers)
+    talkative.get("/v1/nowhere", headers=headers)
+    talkative.get("/v1/models", headers={"authorization": "Bearer wrong"})
     assert eventually(lambda: len(logged(talkative, "api.request_log", path="/v1/models")) == 1)
     assert logged(talkative, "api.request_log", path="/v1/nowhere")[0]["status"] == 404
     assert logged(talkative, "api.request_log", path="/v1/models")[0]["status"] == 401
@@ -93,8 +90,7 @@ def test_one_process_logs_the_load_and_an_idle_server_is_silent(talkative: Serve
 
     def has_been_seen() -> bool:
         """Return whether a log line reports a load. A stalled process may write no such line."""
-        with talkative.http() as http:
-            assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        talkative.post("/v1/completions", body, headers=headers)
         lines = [line for line in logged(talkative, "api.load_report") if line["running"]]
         return bool(lines) and max(line["decode_tokens_per_s"] for line in lines) > 0
 

@@ -24,7 +24,7 @@ from tests.e2e.conftest import (
     serving,
     shared,
 )
-from tests.e2e.listening import strangers_doors
+from tests.e2e.listening import unexpected_addresses
 
 COUNT = 3
 RATE = 200  # tokens per second; streams are slow, so that they last
@@ -35,14 +35,7 @@ SIZES = f"--api-server-count {COUNT} --max-num-seqs 8"
 several = shared(f"{SIZES} --engine-hang-timeout {HANG_SECONDS}", rate=RATE)
 
 
-def post(server: Server, path: str, **fields: Any) -> Any:
-    with server.http() as http:
-        answer = http.post(path, json=fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def keeper(response_id: str) -> int:
+def owner_of(response_id: str) -> int:
     return int(response_id[-2:], 16)
 
 
@@ -50,13 +43,13 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
     """Return a response of process `index`. Connections reach a random process, so retry."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        response = post(server, "/v1/responses", input="Hello", max_output_tokens=8, **fields)
-        if keeper(response["id"]) == index:
+        response = server.post("/v1/responses", input="Hello", max_output_tokens=8, **fields)
+        if owner_of(response["id"]) == index:
             return response
     raise AssertionError(f"process {index} answered no request")
 
 
-def streams_under_way(
+def start_streams(
     server: Server, pool: concurrent.futures.Executor, count: int, **fields: Any
 ) -> list[concurrent.futures.Future[list[str]]]:
     """Start long streams. A stream returns its last two lines, or no line if it is cut off."""
@@ -87,17 +80,16 @@ def test_every_process_answers_for_responses_of_the_others(several: Server) -> N
     for kept in first:
         place, reference = f"/v1/responses/{kept['id']}", kept["output"][0]["id"]
         for _ in range(6):  # Each request has a new connection.
-            with several.http() as http:
-                assert http.get(place).json() == kept
-                items = http.get(f"{place}/input_items").json()["data"]
+            assert several.get(place).json() == kept
+            items = several.get(f"{place}/input_items").json()["data"]
             assert items[0]["content"] == [{"type": "input_text", "text": "Hello"}]
             going_on = {"input": "And?", "previous_response_id": kept["id"]}
-            second = post(several, "/v1/responses", max_output_tokens=4, **going_on)
+            second = several.post("/v1/responses", max_output_tokens=4, **going_on)
             # A conversation stays with the process where it began.
-            assert keeper(second["id"]) == keeper(kept["id"])
+            assert owner_of(second["id"]) == owner_of(kept["id"])
             assert second["usage"]["input_tokens"] > kept["usage"]["total_tokens"]
             items = [{"type": "item_reference", "id": reference}, {"role": "user", "content": "?"}]
-            post(several, "/v1/responses", input=items, max_output_tokens=4)
+            several.post("/v1/responses", input=items, max_output_tokens=4)
     with several.http() as http:
         for kept in first:
             assert http.delete(f"/v1/responses/{kept['id']}").json()["deleted"]
@@ -105,7 +97,7 @@ def test_every_process_answers_for_responses_of_the_others(several: Server) -> N
 
 
 def test_processes_listen_only_on_the_shared_port(several: Server) -> None:
-    assert strangers_doors(several) == (set(), set())
+    assert unexpected_addresses(several) == (set(), set())
 
 
 def test_streams_and_refusals_are_relayed(several: Server) -> None:
@@ -120,9 +112,8 @@ def test_streams_and_refusals_are_relayed(several: Server) -> None:
             assert [event.sequence_number for event in events] == list(range(len(events)))
     body = {"input": "x", "previous_response_id": response_from(several, 1)["id"]}
     for _ in range(8):
-        with several.http() as http:
-            headers = {"x-request-id": "mine"}
-            refused = http.post(RESPONSES, json=body | {"temperature": 7}, headers=headers)
+        headers = {"x-request-id": "mine"}
+        refused = several.send(RESPONSES, body, temperature=7, headers=headers)
         error_of(refused, 400, param="temperature")
         assert refused.headers.get_list("x-request-id") == ["mine"]
 
@@ -141,18 +132,17 @@ def test_response_in_the_background_can_be_cancelled_from_anywhere(several: Serv
     seen = set[int]()
     wanted = {"input": "Hello", "background": True, "max_output_tokens": 3000, "ignore_eos": True}
     while seen != set(range(COUNT)):
-        place = f"/v1/responses/{(identity := post(several, '/v1/responses', **wanted)['id'])}"
-        assert post(several, f"{place}/cancel")["status"] == "cancelled"
-        with several.http() as http:
-            assert http.get(place).json()["status"] == "cancelled"
-        seen.add(keeper(identity))
+        place = f"/v1/responses/{(identity := several.post('/v1/responses', **wanted)['id'])}"
+        assert several.post(f"{place}/cancel")["status"] == "cancelled"
+        assert several.get(place).json()["status"] == "cancelled"
+        seen.add(owner_of(identity))
 
 
 def test_metrics_count_all_processes(several: Server) -> None:
     counts = ("sglang:num_requests_total", "vllm:e2e_request_latency_seconds_count")
     before = [several.gauge(name) for name in counts]
     for _ in range(24):
-        post(several, CHAT, **SHORT)
+        several.post(CHAT, **SHORT)
     for _ in range(12):  # Any process may answer.
         assert [several.gauge(name) for name in counts] == [count + 24 for count in before]
     assert several.gauge("vllm:generation_tokens_total") >= 24 * 8
@@ -161,15 +151,15 @@ def test_metrics_count_all_processes(several: Server) -> None:
 def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
     def run(number: int) -> str:
         sampling = {"max_new_tokens": 3000, "ignore_eos": True}
-        answer = post(several, "/generate", text="x", rid=f"r{number}", sampling_params=sampling)
+        answer = several.post("/generate", text="x", rid=f"r{number}", sampling_params=sampling)
         return str(answer["meta_info"]["finish_reason"]["type"])
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(run, number) for number in range(6)]
         assert eventually(lambda: several.gauge("vllm:num_requests_running") == 6)
-        assert post(several, "/abort_request", rid="r3")["num_aborted"] == 1
+        assert several.post("/abort_request", rid="r3")["num_aborted"] == 1
         assert answers[3].result(120) == "abort"
-        assert post(several, "/abort_request", abort_all=True)["num_aborted"] == 5
+        assert several.post("/abort_request", abort_all=True)["num_aborted"] == 5
         assert {answer.result(120) for answer in answers} == {"abort"}
 
 
@@ -204,30 +194,30 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
         # Simultaneous requests may exceed the limit by one per process.
         assert 5 <= found.count(200) <= 5 + COUNT - 1 and set(found) == {200, 429}
         assert eventually(lambda: server.gauge("negamax:waiting_tokens") == 0)
-        post(server, CHAT, **SHORT)
+        server.post(CHAT, **SHORT)
 
 
 def test_process_that_dies_is_started_again_and_only_its_requests_end(several: Server) -> None:
     wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 1200, "stream": True}
-    keepers: list[int] = []
+    owners: list[int] = []
 
     def run() -> tuple[int, bool]:
         seen: list[str] = []
         with several.http() as http, http.stream("POST", "/v1/responses", json=wanted) as running:
             lines = (line for line in running.iter_lines() if line.startswith("data:"))
-            index = keeper(json.loads(next(lines)[5:])["response"]["id"])
-            keepers.append(index)
+            index = owner_of(json.loads(next(lines)[5:])["response"]["id"])
+            owners.append(index)
             with contextlib.suppress(httpx.TransportError):
                 seen.extend(lines)
         return index, "response.incomplete" in seen[-1]
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(run) for _ in range(8)]
-        assert eventually(lambda: len(keepers) == 8)
-        victim = max(1, 2, key=keepers.count)
+        assert eventually(lambda: len(owners) == 8)
+        victim = max(1, 2, key=owners.count)
         pid = several.member_pids()[victim - 1]
         os.kill(pid, signal.SIGKILL)
-        left = 8 - keepers.count(victim)
+        left = 8 - owners.count(victim)
 
         def only_the_others_run() -> bool:
             try:
@@ -257,7 +247,7 @@ def test_process_that_hangs_is_replaced(several: Server) -> None:
 
 def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        ends = streams_under_way(several, pool, 8)
+        ends = start_streams(several, pool, 8)
         os.kill(several.engine_pid(), signal.SIGKILL)
         for end in ends:
             error, done = end.result(120)
@@ -289,7 +279,7 @@ def test_all_processes_drain_and_leave_together(ending: Server) -> None:
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
-        ends = streams_under_way(ending, pool, 9, max_tokens=200)
+        ends = start_streams(ending, pool, 9, max_tokens=200)
         assert ending.stop() == 0
         for end in ends:
             last, done = end.result()
@@ -299,10 +289,9 @@ def test_all_processes_drain_and_leave_together(ending: Server) -> None:
 
 def test_second_signal_aborts_the_requests_of_all_processes(ending: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
-        ends = streams_under_way(ending, pool, 9)
+        ends = start_streams(ending, pool, 9)
         ending.process.send_signal(signal.SIGTERM)
-        with ending.http() as http:
-            assert eventually(lambda: http.get("/readyz").status_code == 503)
+        assert eventually(lambda: ending.get("/readyz").status_code == 503)
         assert ending.stop() == 0
         for end in ends:
             error, done = end.result()
@@ -340,12 +329,11 @@ def test_relayed_requests_need_the_key(tmp_path: Path) -> None:
         kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=4)
         place = f"/v1/responses/{kept.id}"
         for _ in range(8):
-            with server.http() as http:
-                error_of(http.get(place), 401, code="missing_api_key")
-                assert http.get(place, headers=key).status_code == 200
-                assert http.get("/metrics", headers=key).status_code == 200
-                assert http.post("/internal/abort").status_code == 401
-                assert http.post("/internal/abort", headers=key).status_code == 404
+            error_of(server.get(place), 401, code="missing_api_key")
+            assert server.get(place, headers=key).status_code == 200
+            assert server.get("/metrics", headers=key).status_code == 200
+            assert server.send("/internal/abort").status_code == 401
+            assert server.send("/internal/abort", headers=key).status_code == 404
         with pytest.raises(openai.AuthenticationError):
             server.openai("wrong").responses.retrieve(kept.id)
 
@@ -354,7 +342,7 @@ def test_processes_do_not_outlive_the_first(several: Server) -> None:
     """This test ends the shared server, so it must be the last one."""
     family = [several.engine_pid(), *several.member_pids()]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        streams = streams_under_way(several, pool, 8)
+        streams = start_streams(several, pool, 8)
         os.kill(several.process.pid, signal.SIGKILL)
         # The first process is dead, so the others must report its end.
         reported = [lines for stream in streams if (lines := stream.result(120))]
@@ -366,7 +354,7 @@ def test_processes_do_not_outlive_the_first(several: Server) -> None:
     several.process.wait()
 
 
-LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 3000, "n": 4}
+LONG = LONG_ANSWER | {"n": 4}
 
 
 def is_alive(pid: int) -> bool:
@@ -383,16 +371,15 @@ def ranks_of(engine: int) -> list[int]:
 
 
 def wait_until_ready(server: Server) -> None:
-    with server.http() as http:
-        assert eventually(lambda: http.get("/readyz").status_code == 200, seconds=120)
+    assert eventually(lambda: server.get("/readyz").status_code == 200)
 
 
-def last_lines_after(server: Server, harm: Any, **fields: Any) -> list[str]:
+def last_lines_after(server: Server, act: Any, **fields: Any) -> list[str]:
     body = LONG | {"stream": True} | fields
     with server.http() as http, http.stream("POST", CHAT, json=body) as running:
         lines = running.iter_lines()
         next(lines)
-        harm()
+        act()
         return [line for line in lines if line][-2:]
 
 
@@ -462,8 +449,7 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
 
     killer = threading.Thread(target=kill_soon)
     killer.start()
-    with server.http() as http:
-        error_of(http.post(CHAT, json=LONG), 503, code="engine_dead")
+    error_of(server.send(CHAT, LONG), 503, code="engine_dead")
     killer.join()
     assert server.process.wait(120) == 1
 
@@ -496,7 +482,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_ranks_listen_on_loopback_only(two_ranks: Server) -> None:
     """gloo needs a socket per rank and group. A store on all interfaces would accept any client."""
-    from_outside, local = strangers_doors(two_ranks)
+    from_outside, local = unexpected_addresses(two_ranks)
     assert from_outside == set()
     assert len(local) <= 6
 
@@ -520,8 +506,7 @@ def test_engine_and_ranks_outlive_neither_the_server_nor_each_other(two_ranks: S
     # A service manager sends SIGTERM to every process. The server decides when each one ends.
     for pid in family:
         os.kill(pid, signal.SIGTERM)
-    with two_ranks.http() as http:
-        assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200
+    assert two_ranks.send(CHAT, LONG, max_tokens=5).status_code == 200
     os.kill(two_ranks.process.pid, signal.SIGKILL)
     assert eventually(lambda: not any(map(is_alive, family)))
     two_ranks.process.wait()

@@ -47,7 +47,7 @@ def test_status_page_shows_the_load(page: Browser, server: Server, http: httpx.C
     assert page.problems == []
 
 
-def test_quantiles_are_of_what_a_histogram_gained(page: Browser, script: Script) -> None:
+def test_quantiles_are_computed_from_the_gain_of_a_histogram(page: Browser, script: Script) -> None:
     text = """
         # HELP t seconds
         t_bucket{le="0.1",model_name="a,b"} FIRST

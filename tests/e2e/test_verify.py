@@ -2,6 +2,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +170,9 @@ async def close_early(writer: asyncio.StreamWriter, number: int) -> None:
     ],
 )
 def test_a_broken_server_gives_one_clear_line(report: Any, fault: Any, reason: str) -> None:
-    if fault is None:
-        url = f"http://127.0.0.1:{free_port()}"
+    with faulty_server(fault) if fault else nullcontext() as server:
+        url = f"http://127.0.0.1:{server.port if server else free_port()}"
         found = [report(name, url, "--timeout", "0.5") for name in ("verify", "check")]
-    else:
-        with faulty_server(fault) as server:
-            url = f"http://127.0.0.1:{server.port}"
-            found = [report(name, url, "--timeout", "0.5") for name in ("verify", "check")]
     (verified, _, output), (checked, rows, _) = found
     assert (verified, checked) == (1, 1)
     assert output == f"negamax: error: {url} does not answer chat requests: {reason}\n"
@@ -184,7 +181,7 @@ def test_a_broken_server_gives_one_clear_line(report: Any, fault: Any, reason: s
 
 
 @pytest.mark.parametrize("command", ["verify", "check"])
-def test_bad_use_is_told_from_a_bad_server(command: str, report: Any) -> None:
+def test_invalid_options_exit_with_2(command: str, report: Any) -> None:
     for words in (("ftp://x",), ("http://",), ("http://a b",), ("http://x", "--timeout", "0")):
         code, _, output = report(command, *words)
         assert code == 2 and output.count("\n") == 1, output
