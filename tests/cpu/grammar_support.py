@@ -70,6 +70,10 @@ def regex(text: str) -> Grammar:
     return Grammar(kind="regex", text=text)
 
 
+def ebnf(text: str) -> Grammar:
+    return Grammar(kind="ebnf", text=text)
+
+
 def choice(*texts: str) -> Grammar:
     return Grammar(kind="choice", text=json.dumps(texts))
 

@@ -20,18 +20,23 @@ PARAMS = msgspec.structs.replace(GREEDY, prompt_logprobs=3)
 
 
 def check(
-    model: torch.nn.Module, prompts: Sequence[list[int]], generations: Sequence[Generation]
+    model: torch.nn.Module,
+    prompts: Sequence[list[int]],
+    generations: Sequence[Generation],
+    *,
+    num_tokens: int = NUM_TOKENS,
 ) -> None:
+    """Check greedy answers of `num_tokens` and their log-probabilities against the oracle's."""
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]
         answer = completion.token_ids
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer])).logits[0]
         assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
-        assert len(answer) == NUM_TOKENS
+        assert len(answer) == num_tokens
         logprobs = torch.log_softmax(logits, dim=-1)
         entries = (generation.prompt_logprobs or []) + (completion.logprobs or [])
-        first = len(prompt) - 1 + NUM_TOKENS - len(entries)
+        first = len(prompt) - 1 + num_tokens - len(entries)
         assert first in (0, len(prompt) - 1)
         for position, entry in enumerate(entries, start=first):
             assert entry.token_id == (prompt + answer)[position + 1]

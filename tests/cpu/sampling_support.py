@@ -17,8 +17,9 @@ REFERENCES = KernelTable.of(
 )
 DEFAULTS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-    "max_tokens": 5,
+    "max_tokens": 9,
 }  # fmt: skip
+GREEDY = SamplingParams(**(DEFAULTS | {"temperature": 0.0, "seed": 0}))
 
 
 def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:

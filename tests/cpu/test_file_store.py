@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from negamax.scheduler.prefix_cache import BlockHashes
 from negamax.scheduler.step import FileCopies, FileProgress
 from negamax.worker import file_store
 from negamax.worker.file_store import FileStore
-from tests.cpu.test_host_pool import DRAFTS, GREEDY, SIZES, prompt, start
+from tests.cpu.test_host_pool import GREEDY, SIZES, draft_options, prompt, start
 from tests.loop_driver import free_all, generate_tokens, token_ids
 
 Harm = Callable[[Path], object]
@@ -52,10 +53,7 @@ def expect(prompts: list[list[int]], model: str = "nano", **options: Any) -> lis
 @pytest.mark.parametrize("has_draft", [False, True])
 @pytest.mark.parametrize("model", SIZES)
 def test_a_session_returns_after_a_restart(model: str, has_draft: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {}
-    if has_draft:
-        config = {"method": "eagle3", "model": DRAFTS[model], "num_speculative_tokens": 3}
-        options["speculative_config"] = config | {"adaptive": False}
+    options = draft_options(model, adaptive=False) if has_draft else {}
     turns = [prompt(seed, SIZES[model][0]) for seed in range(3)]
     expected = expect(turns, model, **options)
     with begin(tmp_path, model, **options) as llm:
@@ -277,14 +275,8 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
 
         made: dict[int, list[bool]] = {id(one): [], id(two): []}
         orders = ([0, 1, 2, 3, 4] * 3, [4, 0, 3, 1, 2] * 3)
-        threads = [
-            threading.Thread(target=serve, args=each)
-            for each in zip((one, two), orders, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(serve, (one, two), orders))
         assert made == {id(one): [True] * 15, id(two): [True] * 15}
         for llm in (one, two):
             free_all(llm)
@@ -457,14 +449,14 @@ def test_ranks_that_share_a_folder_share_its_bound(tmp_path: Path, opened: list[
 def test_a_folder_that_cannot_be_used_is_refused(
     change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, size = tmp_path / "files", 1.0
+    folder = tmp_path / "files"
     if change == "file":
         folder.touch()
     if change == "owner":
         uid = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(ConfigError, match=words):
-        begin(folder, kv_offloading_path_size=1e-6 if change == "size" else size)
+        begin(folder, kv_offloading_path_size=1e-6 if change == "size" else 1.0)
     with pytest.raises(ConfigError, match="add --kv-offloading-size"):
         begin(folder, kv_offloading_size=None)
 

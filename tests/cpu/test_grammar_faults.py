@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from grammar_support import PERSON, kill, reasoning, regex, says, schema, seeded
+from grammar_support import PERSON, ebnf, kill, reasoning, regex, says, schema, seeded
 
 from negamax import LLM, SamplingParams
 from negamax.base import env
@@ -33,7 +33,7 @@ def llm() -> Iterator[LLM]:
 def test_invalid_grammars_and_engine_errors(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for grammar in (
         regex("(?=a)b"),
-        Grammar(kind="ebnf", text="root ::= root"),
+        ebnf("root ::= root"),
         schema({"type": "object", "properties": {"a": {"not": {}}}}),
         Grammar(kind="structural_tag", text='{"format": {"type": "no such"}}'),
     ):
@@ -139,10 +139,6 @@ def test_a_dead_grammar_process_ends_its_request(llm: LLM, monkeypatch: pytest.M
     updates = [update for _ in range(2) for update in llm._loop.step()]
     assert [(update.finish_reason, update.is_lost) for update in updates] == [("error", True)]
     free_all(llm)
-
-
-def ebnf(text: str) -> Grammar:
-    return Grammar(kind="ebnf", text=text)
 
 
 def run_beside(engine: LLM, grammars: list[Grammar]) -> tuple[list[SequenceUpdate], bool]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_support import TOKENIZER, choice, reasoning, regex, schema, tool
+from grammar_support import TOKENIZER, choice, ebnf, reasoning, regex, schema, tool
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -80,10 +80,6 @@ def check(grammar: Grammar | None, good: Texts, bad: Texts, start: Reasoning | N
     assert grammar is not None
     assert [text for text in good if not takes(grammar, text, start)] == []
     assert [text for text in bad if takes(grammar, text, start)] == []
-
-
-def ebnf(text: str) -> Grammar:
-    return Grammar(kind="ebnf", text=text)
 
 
 def tags(**fields: Any) -> Grammar:

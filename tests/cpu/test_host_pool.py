@@ -34,7 +34,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONGER = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 # The numbers are prompt tokens and KV blocks. Two sessions do not fit into the blocks together.
 SIZES = {"nano": (300, 32), "nano-m3": (900, 10)}
-DRAFTS = {"nano": "nano-draft", "nano-m3": "nano-m3-draft"}
 CPU = torch.device("cpu")
 
 
@@ -47,14 +46,16 @@ def start(model: str, **options: Any) -> LLM:
     return LLM(model, **{"num_threads": 1, "kv_offloading_size": 0.1, **sizes, **options})
 
 
+def draft_options(model: str, **more: Any) -> dict[str, Any]:
+    config = {"method": "eagle3", "model": f"{model}-draft", "num_speculative_tokens": 3}
+    return {"speculative_config": config | more}
+
+
 @pytest.mark.parametrize("has_draft", [False, True])
 @pytest.mark.parametrize("model", SIZES)
 def test_a_returning_session_is_loaded_and_gives_the_same_text(model: str, has_draft: bool) -> None:
     length, num_blocks = SIZES[model]
-    options: dict[str, Any] = {}
-    if has_draft:
-        config = {"method": "eagle3", "model": DRAFTS[model], "num_speculative_tokens": 3}
-        options["speculative_config"] = config
+    options = draft_options(model) if has_draft else {}
     turns = [prompt(seed, length) for seed in range(3)]
     with start(model, **options, num_kv_blocks=None, kv_offloading_size=None) as plain:
         expected = [plain.generate([turn], GREEDY)[0] for turn in turns]
@@ -128,10 +129,8 @@ def make_pool(num_host_blocks: int) -> tuple[list[dict[str, torch.Tensor]], Host
 
 
 def read_block(caches: list[dict[str, torch.Tensor]], block: int) -> list[list[int]]:
-    found = (
-        cache[block].view(torch.uint8).flatten() for layer in caches for cache in layer.values()
-    )
-    return [each.tolist() for each in found]
+    found = (cache[block] for layer in caches for cache in layer.values())
+    return [each.view(torch.uint8).flatten().tolist() for each in found]
 
 
 def make_plan(step_id: int, *columns: list[int]) -> StepPlan:

@@ -65,9 +65,27 @@ def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniM
     return model
 
 
-def expected_logits(model: MiniMaxM2ForCausalLM, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0]
+def expected_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+
+
+def captured(run: PagedRun, chunks: Sequence[list[int]]) -> list[Tensor]:
+    """Run one sequence in chunks. Return its captured streams."""
+    parts = []
+    for chunk in chunks:
+        run.step([("a", chunk)])
+        parts.append(run.captured)
+    return [torch.cat(of_stream) for of_stream in zip(*parts, strict=True)]
+
+
+def check_streams(got: Sequence[Tensor], expected: Sequence[Tensor], model: Any) -> None:
+    *entering, last = got
+    for stream, wanted in zip(entering, expected, strict=False):
+        torch.testing.assert_close(stream, wanted[0], atol=TOLERANCE, rtol=0)
+    with torch.inference_mode():  # transformers' last hidden state is taken after the final norm.
+        normed = model.norm(last)
+    torch.testing.assert_close(normed, expected[-1][0], atol=TOLERANCE, rtol=0)
 
 
 def test_captured_streams_are_the_hidden_states_of_transformers(tmp_path: Path) -> None:
@@ -78,19 +96,10 @@ def test_captured_streams_are_the_hidden_states_of_transformers(tmp_path: Path) 
     tokens = [token % spec.vocab_size for token in range(40, 70)]
     with torch.no_grad():
         states = expected_model.model(torch.tensor([tokens]), output_hidden_states=True)
-    expected = states.hidden_states
     run = PagedRun(build(spec, load_file(tmp_path / "model.safetensors")), num_blocks=32)
     run.capture = (spec.num_layers, *range(spec.num_layers))
-    got = []
-    for chunk in (tokens[:20], tokens[20:29], tokens[29:]):
-        run.step([("a", chunk)])
-        got.append(run.captured)
-    last, *entering = (torch.cat(parts) for parts in zip(*got, strict=True))
-    for stream, wanted in zip(entering, expected, strict=False):
-        torch.testing.assert_close(stream, wanted[0], atol=1e-4, rtol=0)
-    # transformers' last hidden state is taken after the final norm.
-    normed = expected_model.model.norm(last)
-    torch.testing.assert_close(normed, expected[-1][0], atol=1e-4, rtol=0)
+    last, *entering = captured(run, (tokens[:20], tokens[20:29], tokens[29:]))
+    check_streams([*entering, last], states.hidden_states, expected_model.model)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -151,7 +160,6 @@ def test_reference_kernels_alone_give_the_same_logits() -> None:
 
 
 NUM_SAMPLED = 64
-M2_TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize(
@@ -169,22 +177,9 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
     params = SamplingParams(temperature=0.0, ignore_eos=True, repetition_penalty=1.0, **counts)
     with LLM(str(tiny.save(model, tmp_path)), dtype="float32", **limits) as engine:
         generations = engine.generate(prompts, params)
-    for prompt, generation in zip(prompts, generations, strict=True):
-        completion = generation.outputs[0]
-        answer = completion.token_ids
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer])).logits[0].float()
-        # Each token is the oracle's greedy token after the text before it.
-        assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
-        assert len(answer) == NUM_SAMPLED
-        logprobs = torch.log_softmax(logits, dim=-1)
-        entries = (generation.prompt_logprobs or []) + (completion.logprobs or [])
-        assert len(entries) == len(prompt) - 1 + NUM_SAMPLED
-        for position, entry in enumerate(entries):
-            assert entry.token_id == (prompt + answer)[position + 1]
-            assert abs(entry.logprob - float(logprobs[position, entry.token_id])) < M2_TOLERANCE
-            for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-                assert abs(logprob - float(logprobs[position, token_id])) < M2_TOLERANCE
+    check(model, prompts, generations, num_tokens=NUM_SAMPLED)
+    scored = [len(generation.prompt_logprobs or ()) for generation in generations]
+    assert scored == [size - 1 for size in sizes]
 
 
 class Pipeline(Decoder):
@@ -320,23 +315,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def test_captured_streams_are_the_hidden_states_of_m3(deep: tuple[Any, Path]) -> None:
-    expected_model, folder = deep
+    model, folder = deep[0].model.language_model, deep[1]
     with torch.inference_mode():
-        expected = expected_model.model.language_model(
-            torch.tensor([TOKENS]), output_hidden_states=True
-        ).hidden_states
+        states = model(torch.tensor([TOKENS]), output_hidden_states=True)
     run = loaded(folder)
     run.capture = tuple(range(5))
-    got = []
-    for chunk in (TOKENS[:70], TOKENS[70:75], TOKENS[75:]):
-        run.step([("a", chunk)])
-        got.append(run.captured)
-    *entering, last = (torch.cat(parts) for parts in zip(*got, strict=True))
-    for stream, wanted in zip(entering, expected, strict=False):
-        torch.testing.assert_close(stream, wanted[0], atol=TOLERANCE, rtol=0)
-    with torch.inference_mode():  # transformers' last hidden state is taken after the final norm.
-        normed = expected_model.model.language_model.norm(last)
-    torch.testing.assert_close(normed, expected[-1][0], atol=TOLERANCE, rtol=0)
+    got = captured(run, (TOKENS[:70], TOKENS[70:75], TOKENS[75:]))
+    check_streams(got, states.hidden_states, model)
 
 
 def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> None:
@@ -345,13 +330,10 @@ def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -
     expected: list[torch.Tensor] = []  # one tensor [heads, tokens, top-k] per sparse layer
     layers = expected_model.model.language_model.layers[1:]
     hooks = [
-        layer.self_attn.indexer.register_forward_hook(
-            lambda _module, _args, ids: expected.append(ids[0])
-        )
+        layer.self_attn.indexer.register_forward_hook(lambda *those: expected.append(those[2][0]))
         for layer in layers
     ]
-    with torch.inference_mode():
-        expected_model(torch.tensor([TOKENS]))
+    expected_logits(expected_model, TOKENS)
     for hook in hooks:
         hook.remove()
     run = loaded(folder)
@@ -393,8 +375,7 @@ def test_every_provider_gives_the_same_logits(
     choices = {"reference": dict.fromkeys(OPS, "reference"), "without C": without_c}
     if providers == "small tiles":
         monkeypatch.setattr(block_sparse_cpu, "_SCORES", 1000)
-    with torch.inference_mode():
-        expected = expected_model(torch.tensor([TOKENS])).logits[0]
+    expected = expected_logits(expected_model, TOKENS)
     got = run_in_chunks(loaded(folder, choices=choices.get(providers, {})), TOKENS)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
@@ -419,7 +400,7 @@ def test_a_model_without_a_shared_expert(deep: tuple[Any, Path], tmp_path: Path)
     with torch.inference_mode():
         for layer in expected_model.model.language_model.layers[1:]:
             layer.mlp.shared_experts.down_proj.weight.zero_()
-        expected = expected_model(torch.tensor([TOKENS])).logits[0]
+    expected = expected_logits(expected_model, TOKENS)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"n_shared_experts": 0, "shared_intermediate_size": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -453,11 +434,8 @@ def test_text_model_alone_loads_from_its_own_file(deep: tuple[Any, Path], tmp_pa
     text.model.load_state_dict(model.model.language_model.state_dict())
     text.lm_head.load_state_dict(model.lm_head.state_dict())
     text.save_pretrained(tmp_path)
-    with torch.inference_mode():
-        expected = model(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(
-        run_in_chunks(loaded(tmp_path), TOKENS), expected, atol=TOLERANCE, rtol=0
-    )
+    got, expected = run_in_chunks(loaded(tmp_path), TOKENS), expected_logits(model, TOKENS)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("of_keys_and_values", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grammar_support import reasoning, require_call, schema, tool
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -18,16 +19,13 @@ from negamax.base.errors import ConfigError
 from negamax.bench.drafts import DraftCounts
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
-from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.core.setup import _make_worker_config
 from negamax.engine.core.source import locate
 from negamax.evals import accuracy
 from negamax.evals.accuracy import SuiteResult, run_suite
 from negamax.evals.suites import SUITES
-from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.models.registry import read_spec
 from negamax.options.engine import EngineOptions
-from negamax.text.grammar.tool_calls import tool_grammar
 from tests.tiny_draft import as_speculators
 
 FOLDER = Path(__file__).resolve().parents[2] / "negamax" / "assets" / "nano"
@@ -148,13 +146,10 @@ def test_files_are_those_of_a_small_minimax_m3() -> None:
     assert spec.num_layers == 5 and spec.max_position_embeddings == 8192 and spec.notes == ()
     caches = [[cache.name for cache in layer] for layer in spec.kv_caches()]
     assert caches == [["k", "v"]] * 2 + [["k", "v", "index"]] * 3
-    tensors, tower = (
-        load_file(M3_FOLDER / M3_TEXT_FILE),
-        load_file(M3_FOLDER / "vision.safetensors"),
-    )
+    files = (M3_TEXT_FILE, "vision.safetensors")
+    tensors, tower = (load_file(M3_FOLDER / file) for file in files)
     index = json.loads((M3_FOLDER / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    files = dict.fromkeys(tensors, M3_TEXT_FILE) | dict.fromkeys(tower, "vision.safetensors")
-    assert index["weight_map"] == files
+    assert index["weight_map"] == dict.fromkeys(tensors, files[0]) | dict.fromkeys(tower, files[1])
     total = sum(each.nbytes for each in (*tensors.values(), *tower.values()))
     assert index["metadata"]["total_size"] == total
     assert all(name.startswith("language_model.") for name in tensors)
@@ -293,33 +288,15 @@ def test_warns_of_the_draft_of_another_model(caplog: pytest.LogCaptureFixture) -
     assert "of type minimax_m3_vl (target_model_type), and the target is minimax_m2" in said[0]
 
 
-CITY = {"type": "string", "maxLength": 12}
-PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
-FUNCTION = {"name": "get_weather", "description": "The weather of a city"}
-WEATHER = {"type": "function", "function": FUNCTION | {"parameters": PARAMETERS}}
-PERSON = {
-    "type": "object",
-    "properties": {"mood": {"enum": ["good", "bad"]}, "age": {"type": "integer", "maximum": 99}},
-    "required": ["mood", "age"],
-    "additionalProperties": False,
-}
+WEATHER = tool("get_weather", city={"type": "string", "maxLength": 12})
+MOOD = tool("", mood={"enum": ["good", "bad"]}, age={"type": "integer", "maximum": 99})
+MOOD_SCHEMA = {**MOOD["function"]["parameters"], "additionalProperties": False}
 
 
 def requests(llm: LLM) -> tuple[list[Any], list[SamplingParams]]:
-    tokenizer = llm.tokenizer
-    asked = [{"role": "user", "content": "What is 417 + 386?"}]
-    called = llm.render([{"role": "user", "content": "What's the weather in Rome?"}],
-                        tools=[WEATHER])  # fmt: skip
-    thinks = Reasoning(
-        state="open",
-        opener=Marker("<think>", tokenizer.token_id("<think>")),
-        closer=Marker("</think>", tokenizer.token_id("</think>")),
-        call_opener=Marker("<minimax:tool_call>", tokenizer.token_id("<minimax:tool_call>")),
-        closing_ids=tuple(tokenizer.encode("\n</think>\n\n")),
-        max_newlines=3,
-    )
-    tools = tool_grammar([WEATHER], M2Calls(MINIMAX_M2.tag_ids(tokenizer)), choice="required")
-    person = Grammar(kind="json_schema", text=json.dumps(PERSON))
+    asked = llm.render([{"role": "user", "content": "What is 417 + 386?"}])
+    rome = [{"role": "user", "content": "What's the weather in Rome?"}]
+    tools, person, thinks = require_call([WEATHER]), schema(MOOD_SCHEMA), reasoning()
     fields: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 0.0, "stop": ("ones",)},
@@ -331,7 +308,7 @@ def requests(llm: LLM) -> tuple[list[Any], list[SamplingParams]]:
         {"temperature": 0.6, "grammar": tools, "reasoning": thinks},
         {"temperature": 1.0, "grammar": person, "reasoning": thinks, "thinking_token_budget": 5},
     ]
-    prompts = [llm.render(asked)] * 6 + [llm.render(asked), called, llm.render(asked)]
+    prompts = [*[asked] * 7, llm.render(rome, tools=[WEATHER]), asked]
     params = [SamplingParams(**{"seed": 3, "max_tokens": 40, **each}) for each in fields]
     return prompts, params
 

@@ -18,6 +18,7 @@ from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 from tests import drafts, tiny
 from tests.drafts import ACCEPTED, KINDS, NUM_DRAFT_TOKENS, RANDOM, REJECTED, Key
 from tests.layouts import full
+from tests.loop_driver import free_all, generate_tokens
 
 LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 PARAMS = [
@@ -108,10 +109,8 @@ def test_drafts_change_nothing_that_a_caller_sees(
     with engine(folder, **OPTIONS[options]) as llm:
         assert answers(llm) == expected
         assert answers(llm) == expected  # The second run reads the prefix cache.
-        while llm._loop.has_work:
-            llm._loop.step()
+        free_all(llm)
         stats = llm.stats()
-    assert stats.num_free_kv_blocks == stats.num_kv_blocks
     assert stats.cached_prompt_tokens > 0
     assert options != "preempted" or stats.preemption_count > 0
     assert stats.num_drafts > 100
@@ -164,7 +163,7 @@ def test_a_prompt_whose_last_token_is_a_chunk_of_its_own(
     found = []
     for options in ({}, {"max_num_batched_tokens": 13}):
         with engine(folder, **options) as llm:
-            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+            found.append(generate_tokens(llm, prompts, params))
         drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(RANDOM, outputs))
     assert found[0] == found[1]
     assert "failed" not in caplog.text
@@ -218,11 +217,8 @@ def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch)
     drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(ACCEPTED, known))
     with LLM("nano", **options) as llm:
         assert describe(answers(llm, stop)) == describe(expected)
-        while llm._loop.has_work:
-            llm._loop.step()
-        stats = llm.stats()
-    assert stats.num_free_kv_blocks == stats.num_kv_blocks
-    assert stats.num_accepted_tokens > 50
+        free_all(llm)
+        assert llm.stats().num_accepted_tokens > 50
 
 
 def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
@@ -244,8 +240,7 @@ def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
     drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(RANDOM, outputs))
     monkeypatch.setattr(Decoder, "forward", failing)
     with engine(folder, max_num_seqs=3) as llm:
-        generations = llm.generate(PROMPTS[:2], PARAMS[:2])
-    tokens = [generation.outputs[0].token_ids for generation in generations]
+        tokens = generate_tokens(llm, PROMPTS[:2], PARAMS[:2])
     assert tokens == [answer[0] for answer in expected[:2]]
 
 

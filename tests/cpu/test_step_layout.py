@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling_support import GREEDY
 
 from negamax.kernels.attention import triton as attention
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
-from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, step_shapes
 from negamax.worker.device import pool_bytes
@@ -71,19 +71,14 @@ def test_steps_with_drafts_take_no_more_tokens_than_others() -> None:
     assert all(shape.num_tokens == shape.num_seqs * (shape.num_drafts + 1) for shape in shapes)
 
 
-SAMPLING = SamplingParams(
-    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0, max_tokens=9
-)
-
-
 def test_late_results_leave_bounds_of_reassigned_slots_alone() -> None:
     requests = RequestState(2, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
     for slot in (0, 1):
-        requests._assign(NewRow(slot, [5] * 9, 6, 8, [slot], SAMPLING))
+        requests._assign(NewRow(slot, [5] * 9, 6, 8, [slot], GREEDY))
     plan = StepPlan(0, [], [], [], [0, 1], [4, 4], [3, 3], [True, True])
     requests.raise_bounds(plan, postponed=())
     assert requests.num_computed_bound[:2].tolist() == [12, 12]
-    requests._assign(NewRow(1, [5] * 9, 6, 0, [1], SAMPLING))
+    requests._assign(NewRow(1, [5] * 9, 6, 0, [1], GREEDY))
     assert not requests.are_bounds_exact([0, 1]) and requests.are_bounds_exact([1])
     requests.lower_bounds(plan, {0: 1, 1: 0})
     assert requests.num_computed_bound[:2].tolist() == [10, 0]
@@ -94,7 +89,7 @@ def test_late_results_leave_bounds_of_reassigned_slots_alone() -> None:
 def test_a_resumed_sequence_runs_token_by_token_only_for_invariance(apart: bool) -> None:
     rows = RequestState(4, 64, max_blocks=8, eos_token_ids=(1,), device=torch.device("cpu"))
     for slot, (known, prompt_len, num_computed) in enumerate(((10, 6, 2), (5, 5, 4), (9, 3, 8))):
-        rows._assign(NewRow(slot, list(range(known)), prompt_len, num_computed, [slot], SAMPLING))
+        rows._assign(NewRow(slot, list(range(known)), prompt_len, num_computed, [slot], GREEDY))
     plan = StepPlan(0, [], [], [], [2, 0, 1], [1, 8, 1], [0, 0, 0], [True] * 3)
     layout = batch.build_batch_layout(plan, rows, generated_apart=apart)
     columns = layout.columns

@@ -7,21 +7,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling_support import GREEDY
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.kvcache.op import cache_rows, slots_of
 from negamax.kernels.peers import PeerMemory
 from negamax.layers.context_exchange import KeyExchange
-from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan, StepSize, bound_shard
 from negamax.worker.batch import BatchLayout, build, build_batch_layout
 from negamax.worker.request_state import RequestState
 from negamax.worker.token_shards import AllTokens, ShardedRuns, TokenShard, shard_tokens
 
 BLOCK = 4
-PARAMS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-                        seed=0)  # fmt: skip
 
 
 class Meeting:
@@ -69,7 +67,7 @@ def step(rows: list[tuple[int, int, int]]) -> tuple[BatchLayout, RequestState]:
     requests.set_padding_block(len(rows) * blocks)
     new = [
         NewRow(slot, list(range(100 * slot, 100 * slot + computed + count)), prompt, computed,
-               list(range(slot * blocks, (slot + 1) * blocks)), PARAMS)
+               list(range(slot * blocks, (slot + 1) * blocks)), GREEDY)
         for slot, (prompt, computed, count) in enumerate(rows)
     ]  # fmt: skip
     counts, zeros = [count for _, _, count in rows], [0] * len(rows)

@@ -9,6 +9,7 @@ import torch
 from graph_support import RepeatedSteps
 from m2_checkpoints import from_fp8, to_fp8
 from model_support import build, random_weights
+from sampling_support import GREEDY
 from test_triton_graphs import step_graphs
 from test_triton_model import SPEC, errors, gpu_model, kernel_table, use_few_programs
 from test_triton_model import SPEC as M2_FP8
@@ -38,7 +39,6 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
-from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
@@ -110,12 +110,9 @@ def rows(spec: ModelSpec) -> RequestState:
     )  # fmt: skip
     requests.set_padding_block(NUM_BLOCKS)
     blocks = torch.randperm(NUM_BLOCKS, generator=draw).view(-1, ROW_BLOCKS).tolist()
-    greedy = SamplingParams(
-        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=9, seed=0
-    )
     for slot, length in enumerate(LENGTHS):
         known = torch.randint(0, spec.vocab_size, (length,), generator=draw).tolist()
-        requests._assign(NewRow(slot, known, length - 1, length - 1, blocks[slot], greedy))
+        requests._assign(NewRow(slot, known, length - 1, length - 1, blocks[slot], GREEDY))
     # All tokens of a prompt's chunk are already known.
     for slot, length in enumerate(LENGTHS):
         requests.tokens[slot, length : length + NUM_DRAFTS].random_(

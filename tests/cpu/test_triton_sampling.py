@@ -21,21 +21,28 @@ def score_and_token(score: float, token_id: int) -> torch.Tensor:
     return torch.stack((torch.tensor(score).view(torch.int32), torch.tensor(token_id).int()))
 
 
-def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
+def inputs_of(
+    rows: int, vocab: int, filters: list[list[float]], *, seed: int
+) -> dict[str, torch.Tensor]:
+    """Draw the inputs of `pick`. The rows take `filters` in turn."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "logits": torch.randn(rows, vocab, generator=generator),
-        "filters": torch.tensor([1.0, 0.0, 0.7] * rows)[:rows, None].repeat(1, 4),
+        "filters": torch.tensor(filters * rows)[:rows],
         "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
         "slots": torch.randperm(rows, generator=generator),
         "positions": torch.arange(rows) * 7,
     }
 
 
+TEMPERATURES = [[1.0] * 4, [0.0] * 4, [0.7] * 4]
+FILTERS = [[1.0, 40, 0.95, 0.0], [0.7, 5, 1.0, 0.1], [0.0, 40, 1.0, 0.0]]
+
+
 @pytest.mark.parametrize("winner", [0, 1])
 def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
     """Give each of two ranks 300 tokens; memory already holds the other's (score, token)."""
-    inputs = pick_inputs(3, 600, seed=5)
+    inputs = inputs_of(3, 600, TEMPERATURES, seed=5)
     inputs["logits"][:, winner * 300 + 17] += 100.0
     expected = call(spec.pick, inputs, first_id=0)
     slices = [{**inputs, "logits": inputs["logits"][:, first : first + 300]} for first in (0, 300)]
@@ -73,13 +80,12 @@ def test_equal_scores_take_the_lower_id_and_broken_logits_break_the_row(
 
 def test_noise_is_that_of_the_definition_for_any_shard() -> None:
     """Use equal logits, so that 40 rows of 700 tokens agree only if the noise has equal bits."""
-    inputs = pick_inputs(40, 700, seed=6)
+    inputs = inputs_of(40, 700, TEMPERATURES[:1], seed=6)
     inputs["logits"].zero_()
-    inputs["filters"].fill_(1.0)
     assert torch.equal(
         call(kernels.pick, inputs, first_id=123_456), call(spec.pick, inputs, first_id=123_456)
     )
-    inputs = pick_inputs(6, 900, seed=7)
+    inputs = inputs_of(6, 900, TEMPERATURES, seed=7)
     whole = call(spec.pick, inputs, first_id=0)
     for cut in (1, 300, 899):
         parts = [
@@ -143,25 +149,11 @@ def test_exponentials_are_distinct_and_picks_follow_the_distribution() -> None:
         assert (frequency - torch.softmax(logits / 0.7, dim=-1)).abs().max() < 0.012
 
 
-def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "logits": torch.randn(rows, vocab, generator=generator),
-        "filters": torch.tensor(
-            [[1.0, 40, 0.95, 0.0], [0.7, 5, 1.0, 0.1], [0.0, 40, 1.0, 0.0]] * rows
-        )[:rows],
-        "seeds": torch.arange(rows) * 12_345,
-        "slots": torch.randperm(rows, generator=generator),
-        "positions": torch.arange(rows) * 7,
-        "otherwise": torch.full((rows,), 4),
-    }
-
-
 def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each of two ranks 150 tokens; memory already holds the other rank's words."""
     monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.SamplingTiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
-    inputs = leading_inputs(3, 300, seed=8)
+    inputs = inputs_of(3, 300, FILTERS, seed=8) | {"otherwise": torch.full((3,), 4)}
     # Among equal values, the lower id comes first.
     inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
     expected = call(spec.draw_leading, inputs, first_id=0)

@@ -337,11 +337,6 @@ INT8, FP8 = cases.INT8_CHANNEL, cases.E4M3_CHANNEL
 BOTH = pytest.mark.parametrize("stored", [INT8, FP8], ids=lambda stored: stored.name)
 
 
-def weight(stored: TensorFormat, *shape: int) -> StoredWeight:
-    tensors = cases.tensors_of(stored, "w", *shape, generator=torch.Generator().manual_seed(0))
-    return StoredWeight(stored, {name.removeprefix("w."): t for name, t in tensors.items()})
-
-
 def activations(num_tokens: int, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
@@ -367,7 +362,7 @@ def test_activations_are_rounded_where_the_format_says_so_and_the_gpu_multiplies
 @BOTH
 def test_each_token_has_a_scale_of_its_own(stored: TensorFormat) -> None:
     x = activations(4, 200) * torch.tensor([1.0, 1e-6, 1e4, 0.0])[:, None]
-    packed = layout.pack(weight(stored, 1, 200))
+    packed = layout.pack(_stored(stored, 1, 200))
     q, scale = round_activations(x.to(torch.bfloat16), packed.packing)
     dtype, largest = (torch.int8, 127) if stored is INT8 else (torch.float8_e4m3fn, 448)
     assert q.dtype is dtype and q.shape == (4, 256)
@@ -388,8 +383,8 @@ def test_infinite_token_stays_alone(stored: TensorFormat, monkeypatch: pytest.Mo
     x = activations(66, 160)
     clean = x.clone()
     x[1, 7], x[65, 0] = float("nan"), float("inf")
-    dense = triton_w8a8.triton_packed.prepare(weight(stored, 72, 160))
-    experts = moe.prepare_packed(weight(stored, 3, 80, 160), weight(stored, 3, 160, 40))
+    dense = triton_w8a8.triton_packed.prepare(_stored(stored, 72, 160))
+    experts = moe.prepare_packed(_stored(stored, 3, 80, 160), _stored(stored, 3, 160, 40))
     ids = torch.tensor([[0, 1]]).repeat(66, 1).int()
     ids[:, 1] += (torch.arange(66) % 2).int()
     weights = torch.full((66, 2), 0.5)
@@ -406,7 +401,7 @@ def test_infinite_token_stays_alone(stored: TensorFormat, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("stored", "error"), [(INT8, 0.011), (FP8, 0.03)])
 def test_rounding_costs_what_its_element_is_known_for(stored: TensorFormat, error: float) -> None:
-    whole, x = weight(stored, 130, 640), activations(65, 640)
+    whole, x = _stored(stored, 130, 640), activations(65, 640)
     with torch.inference_mode():
         found = triton_w8a8.linear(x, triton_w8a8.triton_packed.prepare(whole)).float()
     expected = x.float() @ dequantize(stored, whole.tensors).t()

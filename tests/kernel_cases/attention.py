@@ -17,7 +17,7 @@ from negamax.kernels.attention.metadata import (
 from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.rotary import cos_sin, signed_frequencies
-from tests.kernel_cases.case import Apply, Case, Cost, OpCases, Rows, both, num_bytes, randn, table
+from tests.kernel_cases.case import Case, Cost, OpCases, both, num_bytes, randn, table, tabled
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
 
@@ -90,27 +90,39 @@ def apply_norm(
 ) -> tuple[Tensor, ...]:
     """Return q and the caches as stored values, which the definition also rounds."""
     t, n = case.tensors, case.numbers
-    k_cache, v_cache = (
-        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
-        for name in ("k_cache", "v_cache")
-    )
-    frequencies = signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
-    angles = cos_sin(t["positions"], frequencies)
-    rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
+    cache, places = stored_cache(case), places_of(case)
     norm: tuple[Any, ...] = ()
     if has_norm:
-        heads = {"heads": n["heads"], "kv_heads": k_cache.shape[1]}
+        heads = {"heads": n["heads"], "kv_heads": cache.k.shape[1]}
         norm = (kernel.prepare(t["norm_weight"], eps=1e-6, **heads, **ranks),)
-    cache = KvCache(k_cache, v_cache, n.get("kv_scales", (1.0, 1.0)))
     qkv = t["qkv"].clone()
     if n["heads"] == 0:  # The columns are part of a wider tensor.
         qkv = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]
-    return kernel.run(qkv, *norm, TokenPlaces(*angles, rows), cache), k_cache, v_cache
+    return kernel.run(qkv, *norm, places, cache), cache.k, cache.v
+
+
+def copy_stored(case: Case, name: str) -> Tensor:
+    """Copy a cache in the dtype of the case's caches."""
+    cache = case.tensors[name]
+    return cache.to(case.numbers.get("cache_dtype", cache.dtype), copy=True)
+
+
+def stored_cache(case: Case) -> KvCache:
+    scales = case.numbers.get("kv_scales", (1.0, 1.0))
+    return KvCache(copy_stored(case, "k_cache"), copy_stored(case, "v_cache"), scales)
+
+
+def places_of(case: Case) -> TokenPlaces:
+    _, kv_heads, block_size, _ = case.tensors["k_cache"].shape
+    positions = case.tensors["positions"]
+    frequencies = signed_frequencies(case.numbers["rotary_dim"], 5e6).to(positions.device)
+    rows = cache_rows(case.tensors["slots"], kv_heads=kv_heads, block_size=block_size)
+    return TokenPlaces(*cos_sin(positions, frequencies), rows)
 
 
 def norm_cost(case: Case) -> Cost:
-    qkv = case.tensors["qkv"]
-    return Cost(num_bytes=2 * num_bytes(qkv), flops=7 * qkv.numel())
+    projected = next(iter(case.tensors.values()))
+    return Cost(num_bytes=2 * num_bytes(projected), flops=7 * projected.numel())
 
 
 def _rope_case(
@@ -305,28 +317,24 @@ def attention_cost(case: Case) -> Cost:
     )
 
 
-def _norm_cases(apply: Apply, small: Rows, wide: Rows, **fixed: bool) -> OpCases:
-    small_cases, wide_cases = (table(_norm_case, rows, **fixed) for rows in (small, wide))
-    return OpCases(small_cases, apply, norm_cost, wide_cases)
-
-
 CASES = {
-    op.QK_NORM_ROPE_WRITE: _norm_cases(partial(apply_norm, ranks=1), _QK_NORM_SMALL, _QK_NORM_WIDE),
-    op.HEAD_NORM_ROPE_WRITE: _norm_cases(
-        apply_norm, _HEAD_NORM_SMALL, _HEAD_NORM_WIDE, norm_per_head=True
+    op.QK_NORM_ROPE_WRITE: tabled(
+        _norm_case, _QK_NORM_SMALL, partial(apply_norm, ranks=1), norm_cost, _QK_NORM_WIDE
     ),
-    op.ROPE_WRITE: _norm_cases(partial(apply_norm, has_norm=False), _ROPE_SMALL, _ROPE_WIDE),
-    op.ROPE: OpCases(
-        table(_rope_case, _PLAIN_ROPE_SMALL), apply_rope, rope_cost,
-        table(_rope_case, _PLAIN_ROPE_WIDE),
+    op.HEAD_NORM_ROPE_WRITE: tabled(
+        partial(_norm_case, norm_per_head=True), _HEAD_NORM_SMALL, apply_norm, norm_cost,
+        _HEAD_NORM_WIDE,
     ),
+    op.ROPE_WRITE: tabled(
+        _norm_case, _ROPE_SMALL, partial(apply_norm, has_norm=False), norm_cost, _ROPE_WIDE
+    ),
+    op.ROPE: tabled(_rope_case, _PLAIN_ROPE_SMALL, apply_rope, rope_cost, _PLAIN_ROPE_WIDE),
     op.DECODE: OpCases(
         both(table(_attention_case, _RUNS_SMALL), table(_decode_case, _DECODE_SMALL)),
         apply_attention, attention_cost,
         both(table(_attention_case, _RUNS_WIDE), table(_decode_case, _DECODE_WIDE)),
     ),
-    op.PREFILL: OpCases(
-        table(_attention_case, _PREFILL_SMALL), apply_attention, attention_cost,
-        table(_attention_case, _PREFILL_WIDE),
+    op.PREFILL: tabled(
+        _attention_case, _PREFILL_SMALL, apply_attention, attention_cost, _PREFILL_WIDE
     ),
 }  # fmt: skip

@@ -27,10 +27,18 @@ from negamax.kernels.block_sparse.selection import (
     choose,
     pages_of,
 )
-from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
+from negamax.kernels.kvcache.op import FP8
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.rotary import cos_sin, signed_frequencies
-from tests.kernel_cases.attention import cache_of, describe_lengths, paged_caches, run_metadata
+from tests.kernel_cases.attention import (
+    cache_of,
+    copy_stored,
+    describe_lengths,
+    norm_cost,
+    paged_caches,
+    places_of,
+    run_metadata,
+    stored_cache,
+)
 from tests.kernel_cases.case import Case, Cost, OpCases, Rows, num_bytes, randn, table, tabled
 
 # MiniMax-M3 on one of four ranks, and on a single GPU
@@ -94,28 +102,11 @@ def _norm_case(
 
 def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     t, n = case.tensors, case.numbers
-    caches = [
-        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
-        for name in ("k_cache", "v_cache", "index_cache")
-    ]
-    frequencies = signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
-    angles = cos_sin(t["positions"], frequencies)
-    _, kv_heads, block_size, _ = caches[0].shape
-    rows = cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size)
-    norm = kernel.prepare(
-        t["norm_weight"], t["index_norm_weight"], heads=n["heads"], kv_heads=kv_heads,
-        eps=1e-6, shard=n["shard"],
-    )  # fmt: skip
-    cache = KvCache(*caches[:2], n.get("kv_scales", (1.0, 1.0)))
-    q, index_q = kernel.run(
-        t["projected"].clone(), norm, TokenPlaces(*angles, rows), cache, caches[2]
-    )
-    return q, index_q, *caches
-
-
-def norm_cost(case: Case) -> Cost:
-    projected = case.tensors["projected"]
-    return Cost(num_bytes=2 * num_bytes(projected), flops=7 * projected.numel())
+    cache, index = stored_cache(case), copy_stored(case, "index_cache")
+    heads = {"heads": n["heads"], "kv_heads": cache.k.shape[1], "shard": n["shard"]}
+    norm = kernel.prepare(t["norm_weight"], t["index_norm_weight"], eps=1e-6, **heads)
+    q, index_q = kernel.run(t["projected"].clone(), norm, places_of(case), cache, index)
+    return q, index_q, cache.k, cache.v, index
 
 
 # --- block selection and attention ---------------------------------------------------------------
@@ -216,11 +207,9 @@ def _merge_case(
     ]
     width = -(-max(lengths) // shape.block_size)
     tables = torch.arange(width * len(lengths), device=scores.device).view(len(lengths), width)
-    return Case(
-        f"{_label(lengths, counts, shape, 0, torch.int64)} of {ranks} shards",
-        {"keys": torch.stack(keys), "block_tables": tables.int()},
-        {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape},
-    )
+    tensors = {"keys": torch.stack(keys), "block_tables": tables.int()}
+    case = _case(lengths, counts, shape, 0, torch.int64, tensors)
+    return replace(case, label=f"{case.label} of {ranks} shards")
 
 
 def _select_case(
@@ -242,8 +231,7 @@ def _select_case(
         "index_cache": caches["k_cache"],
         "block_tables": caches["block_tables"],
     }
-    label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
-    return Case(label, tensors, _numbers(lengths, counts, shape, max_run=max_run))
+    return _case(lengths, counts, shape, width, cache_dtype or dtype, tensors, max_run=max_run)
 
 
 def _attention_case(
@@ -271,18 +259,10 @@ def _attention_case(
     rows = [row for row, count in enumerate(counts) for _ in range(count)]
     rows += [0] * (num_queries - len(rows))
     tensors["pages"] = pages_of(tensors["ids"], tensors["block_tables"][rows], shape)
-    numbers = _numbers(lengths, counts, shape, max_run=max_run)
+    case = _case(lengths, counts, shape, width, cache_dtype or dtype, tensors, max_run=max_run)
     if cache_dtype == FP8:
-        numbers["kv_scales"] = (0.5, 2.0)
-    label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
-    return Case(label, tensors, numbers)
-
-
-def _numbers(
-    lengths: Sequence[int], counts: Sequence[int], shape: SparseShape, *, max_run: int = 0
-) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
-    return numbers | {"max_run": max_run} if max_run else numbers
+        case.numbers["kv_scales"] = (0.5, 2.0)
+    return case
 
 
 def _positions(
@@ -293,21 +273,24 @@ def _positions(
     return torch.cat((*parts, padding))
 
 
-def _label(
+def _case(
     lengths: Sequence[int],
     counts: Sequence[int],
     shape: SparseShape,
     width: int,
     dtype: torch.dtype,
+    tensors: dict[str, Tensor],
     *,
     max_run: int = 0,
-) -> str:
-    drafts = " with drafts" if max_run else ""
-    return (
-        f"{describe_lengths(lengths)} queries={sum(counts)}{drafts} kv_heads={shape.kv_heads} "
-        f"group={shape.group} width={width} block_size={shape.block_size} "
+) -> Case:
+    label = (
+        f"{describe_lengths(lengths)} queries={sum(counts)}{' with drafts' * bool(max_run)} "
+        f"kv_heads={shape.kv_heads} group={shape.group} width={width} "
+        f"block_size={shape.block_size} "
         f"top {shape.topk_blocks} of {shape.sparse_block_size} {dtype}"
     )
+    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    return Case(label, tensors, numbers | ({"max_run": max_run} if max_run else {}))
 
 
 def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
