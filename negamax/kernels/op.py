@@ -29,6 +29,9 @@ class Tolerance:
     reason: str
 
 
+EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "whole numbers, or copies"))
+
+
 class Op(str, Generic[P, R]):
     """The contract of an operation, made by the function `op`. An `Op` is also a string: its name.
 
@@ -77,10 +80,10 @@ def op(
     name: str,
     run: R,
     prepare: P,
-    /,
-    *,
     summary: str,
     tolerance: Mapping[torch.dtype, Tolerance],
+    /,
+    *,
     sequence: tuple[str, ...] = (),
     wide_error: float = 1e-2,
 ) -> Op[P, R]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
-from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.op import Op, P, Prepared, R, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rotary import half_split
 
@@ -190,51 +190,44 @@ def gather_rows(cache: Tensor, blocks: Tensor) -> Tensor:
     return found.transpose(1, 2).flatten(0, 1).float()
 
 
+def attention_op(name: str, run: R, prepare: P, summary: str, /) -> Op[P, R]:
+    """Return an op that computes attention of queries to keys."""
+    reason = "probabilities and the result are rounded to the dtype once each; |out| about 1"
+    return op(name, run, prepare, summary, rounding_tolerance(reason=reason), wide_error=5e-3)
+
+
 ROPE_TOLERANCE = rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5")
-ATTENTION_TOLERANCE = rounding_tolerance(
-    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
-)
 
 QK_NORM_ROPE_WRITE = op(
     "attention.qk_norm_rope_write",
     qk_norm_rope_write,
     prepare_qk_norm,
-    summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
+    "full-width RMS norm of q and k, rope, keys and values into the paged cache",
+    ROPE_TOLERANCE,
     sequence=("attention.qk_norm", "rope.half_split", "kvcache.write"),
-    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 HEAD_NORM_ROPE_WRITE = op(
     "attention.head_norm_rope_write",
     head_norm_rope_write,
     HeadNorm,
-    summary="RMS norm of each head of q and k, rope, keys and values into the paged cache",
+    "RMS norm of each head of q and k, rope, keys and values into the paged cache",
+    ROPE_TOLERANCE,
     sequence=("attention.head_norm", "rope.half_split", "kvcache.write"),
-    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 ROPE_WRITE = op(
     "attention.rope_write",
     rope_write,
     None,
-    summary="rope of q and k, keys and values into the paged cache",
-    tolerance=ROPE_TOLERANCE,
+    "rope of q and k, keys and values into the paged cache",
+    ROPE_TOLERANCE,
     wide_error=5e-3,
 )
-ROPE = op("attention.rope", rope, None, summary="rope of q and k", tolerance=ROPE_TOLERANCE)
-DECODE = op(
-    "attention.decode",
-    attend,
-    plan,
-    summary="one query per sequence against its paged keys and values",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+ROPE = op("attention.rope", rope, None, "rope of q and k", ROPE_TOLERANCE)
+DECODE = attention_op(
+    "attention.decode", attend, plan, "one query per sequence against its paged keys and values"
 )
-PREFILL = op(
-    "attention.prefill",
-    attend,
-    plan,
-    summary="runs of queries, one per sequence, causal, each on top of its cached prefix",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+PREFILL = attention_op(
+    "attention.prefill", attend, plan, "causal runs of queries, each on top of its cached prefix"
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.op import ATTENTION_TOLERANCE, ROPE_TOLERANCE, head_norm, rows_of
+from negamax.kernels.attention.op import ROPE_TOLERANCE, attention_op, head_norm, rows_of
 from negamax.kernels.block_sparse.selection import (
     BlockSelection,
     IndexShard,
@@ -31,7 +31,7 @@ from negamax.kernels.block_sparse.selection import (
     pages_of,
 )
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces, store, write
-from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.op import EXACT, Prepared, op
 from negamax.kernels.peers import Collective
 from negamax.kernels.rotary import half_split
 
@@ -233,51 +233,27 @@ def attend(q: Tensor, cache: KvCache, choice: BlockSelection, plan: Prepared, /)
     return out.flatten(1)
 
 
-_WHOLE_NUMBERS = rounding_tolerance(scale=0.0, reason="whole numbers")
-
 BLOCK_SPARSE_NORM_ROPE_WRITE = op(
     "block_sparse.norm_rope_write",
     norm_rope_write,
     SparseHeadNorm,
-    summary="norm and rope of each head and index head; keys, values, index keys into caches",
+    "norm and rope of each head and index head; keys, values, index keys into caches",
+    ROPE_TOLERANCE,
     sequence=("attention.head_norm", "rope.half_split", "kvcache.write", "kvcache.store"),
-    tolerance=ROPE_TOLERANCE,
     wide_error=5e-3,
 )
 BLOCK_SPARSE_SELECT = op(
-    "block_sparse.select",
-    select,
-    plan,
-    summary="top-k blocks of each token, as indices and pages",
-    tolerance=_WHOLE_NUMBERS,
+    "block_sparse.select", select, plan, "top-k blocks of each token, as indices and pages", EXACT
 )
 BLOCK_SPARSE_SELECT_SHARD = op(
-    "block_sparse.select_shard",
-    select_shard,
-    plan,
-    summary="best blocks of a shard of the index keys, for all index heads",
-    tolerance=_WHOLE_NUMBERS,
+    "block_sparse.select_shard", select_shard, plan, "a shard's best blocks for all heads", EXACT
 )
 BLOCK_SPARSE_MERGE_SHARDS = op(
-    "block_sparse.merge_shards",
-    merge_shards,
-    plan,
-    summary="top-k blocks among the best of all shards",
-    tolerance=_WHOLE_NUMBERS,
+    "block_sparse.merge_shards", merge_shards, plan, "top-k blocks of all shards", EXACT
 )
-BLOCK_SPARSE_DECODE = op(
-    "block_sparse.decode",
-    attend,
-    plan,
-    summary="one query per sequence against its selected blocks",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+BLOCK_SPARSE_DECODE = attention_op(
+    "block_sparse.decode", attend, plan, "one query per sequence against its selected blocks"
 )
-BLOCK_SPARSE_PREFILL = op(
-    "block_sparse.prefill",
-    attend,
-    plan,
-    summary="runs of queries, each query against its selected blocks",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+BLOCK_SPARSE_PREFILL = attention_op(
+    "block_sparse.prefill", attend, plan, "runs of queries, each query against its selected blocks"
 )

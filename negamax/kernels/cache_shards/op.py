@@ -19,11 +19,11 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import PagedShape
-from negamax.kernels.attention.op import ATTENTION_TOLERANCE, gather_rows
+from negamax.kernels.attention.op import attention_op, gather_rows
 from negamax.kernels.block_sparse.op import BlockSparsePlan, plan
 from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.kvcache.op import KvCache, TokenTables, cache_rows, slots_of
-from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.op import EXACT, Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
 
@@ -174,48 +174,30 @@ def merge(
 
 
 OWN_ROWS = op(
-    "cache_shards.own_rows",
-    own_rows,
-    None,
-    summary="cache rows of a step's tokens with sharded blocks",
-    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+    "cache_shards.own_rows", own_rows, None, "cache rows of tokens whose blocks are sharded", EXACT
 )
-PARTIAL_DECODE = op(
-    "cache_shards.decode",
-    attend,
-    plan,
-    summary="one query per sequence against the keys in a rank's blocks",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+PARTIAL_DECODE = attention_op(
+    "cache_shards.decode", attend, plan, "one query per sequence against keys in a rank's blocks"
 )
-PARTIAL_PREFILL = op(
-    "cache_shards.prefill",
-    attend,
-    plan,
-    summary="runs of queries against the keys in a rank's blocks",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+PARTIAL_PREFILL = attention_op(
+    "cache_shards.prefill", attend, plan, "runs of queries against keys in a rank's blocks"
 )
-PARTIAL_SPARSE_DECODE = op(
+PARTIAL_SPARSE_DECODE = attention_op(
     "cache_shards.sparse_decode",
     attend_to_blocks,
     plan,
-    summary="one query per sequence against its selected blocks on a rank",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+    "one query per sequence against its selected blocks on a rank",
 )
-PARTIAL_SPARSE_PREFILL = op(
+PARTIAL_SPARSE_PREFILL = attention_op(
     "cache_shards.sparse_prefill",
     attend_to_blocks,
     plan,
-    summary="runs of queries against their selected blocks on a rank",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+    "runs of queries against their selected blocks on a rank",
 )
 MERGE_PARTIALS = op(
     "cache_shards.merge",
     merge,
     None,
-    summary="a rank's heads, merged from the partial results of all ranks",
-    tolerance=rounding_tolerance(reason="one rounding to the dtype; |out| about 1"),
+    "a rank's heads, merged from the partial results of all ranks",
+    rounding_tolerance(reason="one rounding to the dtype; |out| about 1"),
 )

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.norm.op import WIDE_ERROR, add_rms, prepare, sum_parts
-from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.op import EXACT, Prepared, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
 
@@ -39,14 +39,14 @@ ALL_REDUCE_ADD_RMS = op(
     "collectives.all_reduce_add_rms",
     all_reduce_add_rms,
     prepare,
-    summary="sum over ranks, residual += it, then RMS norm of the residual",
-    tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
+    "sum over ranks, residual += it, then RMS norm of the residual",
+    rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     wide_error=WIDE_ERROR,
 )
 COMPLETE_RESIDUAL = op(
     "collectives.complete_residual",
     complete_residual,
     None,
-    summary="all rows of a residual that may be sharded",
-    tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
+    "all rows of a residual that may be sharded",
+    EXACT,
 )

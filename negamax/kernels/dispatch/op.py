@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP
-from negamax.kernels.op import op, rounding_tolerance
+from negamax.kernels.op import EXACT, op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
 MOST_CHOICES = 16  # maximum number of experts per token
@@ -79,16 +79,12 @@ def combine(
 
 
 DISPATCH = op(
-    "dispatch.dispatch",
-    dispatch,
-    None,
-    summary="tokens to the ranks of their selected experts",
-    tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
+    "dispatch.dispatch", dispatch, None, "tokens to the ranks of their selected experts", EXACT
 )
 COMBINE = op(
     "dispatch.combine",
     combine,
     None,
-    summary="expert outputs, summed on the tokens' ranks",
-    tolerance=rounding_tolerance(reason="a sum of few values"),
+    "expert outputs, summed on the tokens' ranks",
+    rounding_tolerance(reason="a sum of few values"),
 )

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.op import ATTENTION_TOLERANCE, rows_of
+from negamax.kernels.attention.op import attention_op, rows_of
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.norm.op import WIDE_ERROR, NormWeight, rms
-from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op, rounding_tolerance
+from negamax.kernels.op import EXACT, op, rounding_tolerance
 
 
 def count_accepted(
@@ -137,43 +137,27 @@ def attend_block(
     return out.view(q.shape[0], -1).to(q.dtype)
 
 
-_EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
-
 COUNT_ACCEPTED = op(
-    "drafts.count_accepted",
-    count_accepted,
-    None,
-    summary="accepted draft tokens of each row",
-    tolerance=_EXACT,
+    "drafts.count_accepted", count_accepted, None, "accepted draft tokens of each row", EXACT
 )
 ADVANCE_ROWS = op(
-    "drafts.advance_rows",
-    advance_rows,
-    None,
-    summary="lengths of rows after verification",
-    tolerance=_EXACT,
+    "drafts.advance_rows", advance_rows, None, "lengths of rows after verification", EXACT
 )
 RECORD_DRAFTS = op(
-    "drafts.record_drafts",
-    record_drafts,
-    None,
-    summary="keep draft tokens, and inputs of the next pass",
-    tolerance=_EXACT,
+    "drafts.record_drafts", record_drafts, None, "draft tokens and inputs of the next pass", EXACT
 )
 EMBED_NORMS = op(
     "drafts.embed_norms",
     embed_norms,
     None,
-    summary="norms of token embeddings and of hidden states, concatenated",
+    "norms of token embeddings and of hidden states, concatenated",
+    rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     sequence=("embedding", "norm.add_rms", "norm.add_rms", "concatenate"),
-    tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     wide_error=WIDE_ERROR,
 )
-ATTEND_BLOCK = op(
+ATTEND_BLOCK = attention_op(
     "drafts.attend_block",
     attend_block,
     None,
-    summary="rows of draft blocks against their paged context and their own keys and values",
-    tolerance=ATTENTION_TOLERANCE,
-    wide_error=5e-3,
+    "rows of draft blocks against their paged context and their own keys and values",
 )

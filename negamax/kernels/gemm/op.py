@@ -49,9 +49,7 @@ LINEAR = op(
     "gemm.linear",
     linear,
     keep,
-    summary="x W^T with the weight prepared at load",
-    tolerance=rounding_tolerance(
-        reason="fp32 sums in another order, one rounding to the dtype; |y| about 1"
-    ),
+    "x W^T with the weight prepared at load",
+    rounding_tolerance(reason="fp32 sums in another order, one rounding to the dtype; |y| about 1"),
     wide_error=4e-3,  # rounding once to bf16 gives an error of 1.7e-3
 )

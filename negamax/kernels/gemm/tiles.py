@@ -56,9 +56,8 @@ class GemmTiles:
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
         """Return a tile for FP8 weights, at any M for which no other kernel has a tile."""
         block_m = max(16, min(64, round_to_power_of_two(M)))
-        return Tile(
-            block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
-        )
+        split_k = self._splits(M, N, K, block_m)
+        return Tile(block_m, 64, 128, num_warps=4, num_stages=2, split_k=split_k)
 
     def split_k_16bit(self, M: int) -> Tile:
         """Return a tile for bf16 and fp16 weights."""
@@ -70,10 +69,7 @@ class GemmTiles:
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         """Return an unmeasured tile for weights of 4 and 8 bits, at any M."""
-        block_m = max(16, min(64, round_to_power_of_two(M)))
-        return Tile(
-            block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
-        )
+        return self.split_k(M=M, N=N, K=K)
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
         """Return a tile for few tokens if the packed weight fits into registers, else None."""
@@ -118,9 +114,8 @@ class H200GemmTiles(GemmTiles):
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
         block_m = max(8, min(64, round_to_power_of_two(M)))
-        return Tile(
-            block_m, 64, 128, num_warps=4, num_stages=6, split_k=self._splits(M, N, K, block_m)
-        )
+        split_k = self._splits(M, N, K, block_m)
+        return Tile(block_m, 64, 128, num_warps=4, num_stages=6, split_k=split_k)
 
     def split_k_16bit(self, M: int) -> Tile:
         if M <= 16:

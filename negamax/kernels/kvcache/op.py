@@ -99,8 +99,6 @@ LOCATE = op(
     "kvcache.locate",
     locate,
     None,
-    summary="rope angles and cache rows of a step's tokens",
-    tolerance=dict.fromkeys(
-        FLOAT_DTYPES, Tolerance(2e-5, 0.0, "angles up to 1e3 in fp32, one cosine")
-    ),
+    "rope angles and cache rows of a step's tokens",
+    dict.fromkeys(FLOAT_DTYPES, Tolerance(2e-5, 0.0, "angles up to 1e3 in fp32, one cosine")),
 )

@@ -17,8 +17,6 @@ SWIGLU = op(
     "mlp.swiglu",
     swiglu,
     None,
-    summary="g * sigmoid(alpha g) * (u + beta) of an MLP's gate and up projection",
-    tolerance=rounding_tolerance(
-        scale=4.0, reason="gate, up and the product are rounded; |y| up to 56"
-    ),
+    "g * sigmoid(alpha g) * (u + beta) of an MLP's gate and up projection",
+    rounding_tolerance(scale=4.0, reason="gate, up and the product are rounded; |y| up to 56"),
 )

@@ -20,7 +20,7 @@ from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.norm.op import WIDE_ERROR, add_rms
-from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.op import EXACT, Prepared, op, rounding_tolerance
 from negamax.kernels.quantize.stored import dequantize
 
 
@@ -173,32 +173,26 @@ ROUTE = op(
     "moe.route",
     route,
     prepare_router,
-    summary="sigmoid scores, biased top-k, renormalized weights",
-    tolerance=rounding_tolerance(reason="fp32 throughout, in every dtype"),
+    "sigmoid scores, biased top-k, renormalized weights",
+    rounding_tolerance(reason="fp32 throughout, in every dtype"),
     wide_error=1e-5,
 )
 NORM_ROUTE = op(
     "moe.norm_route",
     norm_route,
     prepare_router,
-    summary="the norm before the experts, and the router",
+    "the norm before the experts, and the router",
+    rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     sequence=("norm.add_rms", "moe.route"),
-    tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
     wide_error=WIDE_ERROR,
 )
-PLACE = op(
-    "moe.place",
-    place,
-    None,
-    summary="slots of the selected experts, with counts",
-    tolerance=rounding_tolerance(reason="integers"),
-)
+PLACE = op("moe.place", place, None, "slots of the selected experts, with counts", EXACT)
 EXPERTS = op(
     "moe.experts",
     experts,
     stack,
-    summary="SwiGLU networks of the selected experts, weighted sum in fp32",
-    tolerance=rounding_tolerance(
+    "SwiGLU networks of the selected experts, weighted sum in fp32",
+    rounding_tolerance(
         reason="three products and the activation are rounded to the dtype; |out| about 0.5"
     ),
     # measured error: 4.3e-2 with FP8 weights and activations, 0.3e-2 with FP8 weights only

@@ -58,8 +58,8 @@ ADD_RMS = op(
     "norm.add_rms",
     add_rms,
     prepare,
-    summary="residual += x, then RMS norm of the residual",
-    tolerance=rounding_tolerance(
+    "residual += x, then RMS norm of the residual",
+    rounding_tolerance(
         scale=2.0, reason="x-hat and the product are rounded to the dtype once each; |y| up to 5"
     ),
     wide_error=WIDE_ERROR,

@@ -26,8 +26,8 @@ QUANTIZE = op(
     "quantize.activations",
     quantize_activations,
     None,
-    summary="activations to e4m3 values and one fp32 scale per token and 128 columns",
-    tolerance=rounding_tolerance(
+    "activations to e4m3 values and one fp32 scale per token and 128 columns",
+    rounding_tolerance(
         scale=0.0, reason="`cases.outputs` accepts either of two neighboring e4m3 values"
     ),
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.launch.triton import e4m3_max, triton_kernel
-from negamax.kernels.quantize.native import native_e4m3
+from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.quantize.op import QUANTIZE
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
@@ -37,12 +37,11 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, num_groups, GROUPS: tl.constexpr):
 
 def quantize(x: Tensor) -> QuantizedActivations:
     """Quantize x [T, K], K % 128 == 0, to e4m3 with an fp32 scale per token and 128 columns."""
-    num_tokens, width = x.shape
+    width = x.shape[1]
     assert width % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns, not {width}"
     assert x.is_contiguous()
-    q = torch.empty(x.shape, dtype=native_e4m3(x.device), device=x.device)
-    scale = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=x.device)
-    if num_tokens > 0:
+    q, scale = empty_e4m3(x)
+    if len(x) > 0:
         _quantize_kernel[(triton.cdiv(scale.numel(), _GROUPS),)](
             x, q, scale, scale.numel(), GROUPS=_GROUPS, num_warps=4
         )

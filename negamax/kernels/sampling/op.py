@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from negamax.kernels.op import op, rounding_tolerance
+from negamax.kernels.op import EXACT, op
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
 
@@ -210,21 +210,20 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
 
 
 _NEAR_TIES = 1e-6  # allowed fraction of rows in which tokens with nearly equal logits are swapped
-_EXACT = rounding_tolerance(scale=0.0, reason="tokens are compared for equality")
 
 PICK = op(
     "sampling.pick",
     pick,
     None,
-    summary="one token per row by logit / T + Gumbel noise, over all ranks",
-    tolerance=_EXACT,
+    "one token per row by logit / T + Gumbel noise, over all ranks",
+    EXACT,
     wide_error=_NEAR_TIES,
 )
 DRAW_LEADING = op(
     "sampling.draw_leading",
     draw_leading,
     None,
-    summary="one token per row with a small top_k, by its filters, over all ranks",
-    tolerance=_EXACT,
+    "one token per row with a small top_k, by its filters, over all ranks",
+    EXACT,
     wide_error=_NEAR_TIES,
 )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
+from negamax.kernels.op import EXACT, op
 
 
 def place(
@@ -80,18 +80,8 @@ def store(
     out.copy_(token_ids)
 
 
-_EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "nothing is computed"))
-
-PLACE_TOKENS = op(
-    "steps.place", place, None, summary="tokens, positions and lengths of a step", tolerance=_EXACT
-)
-EMBED_TOKENS = op(
-    "steps.embed", embed, None, summary="embeddings, and an empty residual", tolerance=_EXACT
-)
+PLACE_TOKENS = op("steps.place", place, None, "tokens, positions and lengths of a step", EXACT)
+EMBED_TOKENS = op("steps.embed", embed, None, "embeddings, and an empty residual", EXACT)
 STORE_TOKENS = op(
-    "steps.store",
-    store,
-    None,
-    summary="sampled tokens to their slots, and the slots' lengths",
-    tolerance=_EXACT,
+    "steps.store", store, None, "sampled tokens to their slots, and the slots' lengths", EXACT
 )
