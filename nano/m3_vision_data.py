@@ -4,7 +4,7 @@
     python -m nano.m3_vision_data --out DIR --workers 12    keep unread shards in DIR
 
 A shard is one batch: `images` uint8 [B, height, width, 3] of one size, resized as the server
-resizes them, `labels` int64 [B, 10] (see `label`), `tokens` uint16 [B, S], `mask` bool [B, S]
+resizes them, `labels` int64 [B, 11] (see `label`), `tokens` uint16 [B, S], `mask` bool [B, S]
 (true for trained tokens).
 """
 
@@ -24,10 +24,10 @@ from nano.suites import vision
 from nano.suites.vision import Question, Scene
 from negamax.images.sizes import count_tokens, fit
 
-BATCH = 320  # images per shard
+BATCH = 192  # images per shard
 MARK = "]<]image[>["
-SYMBOLS = (*string.digits, *string.ascii_lowercase, *vision.SHAPES, *vision.COLORS)
-_KINDS, _WEIGHTS = ("digit", "number", "word", "shape"), (14, 22, 42, 22)
+SYMBOLS = (*string.digits, *string.ascii_lowercase, *vision.SHAPES, *vision.COLORS, *vision.WORDS)
+_KINDS, _WEIGHTS = ("digit", "number", "word", "shape"), (8, 24, 52, 16)
 
 
 def draw(rng: random.Random, size: tuple[int, int]) -> tuple[Scene, Conversation, str | None]:
@@ -56,7 +56,7 @@ def converse(scene: Scene, questions: Sequence[Question], *, last: bool = False)
 
 
 def label(scene: Scene) -> list[int]:
-    """Return numbers of up to six characters or shapes, three colors and the background.
+    """Return numbers of up to six characters or shapes, three colors, the background and the word.
 
     The number of a symbol is 1 + its place in `SYMBOLS`, or 0 for none.
     """
@@ -64,7 +64,8 @@ def label(scene: Scene) -> list[int]:
     found = [1 + SYMBOLS.index(each) for each in shown]
     colors = [1 + SYMBOLS.index(item.color) for item in scene.items]
     found += [0] * (6 - len(found)) + colors + [0] * (3 - len(colors))
-    return [*found, 1 + SYMBOLS.index(scene.background)]
+    word = 1 + SYMBOLS.index(scene.answer) if scene.kind == "word" else 0
+    return [*found, 1 + SYMBOLS.index(scene.background), word]
 
 
 def encode(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nano.export import _dump
@@ -130,6 +130,14 @@ class Tower(nn.Module):
         patches = "vision_tower.vision_model.embeddings.patch_embedding.weight"
         found[patches] = found[patches].unflatten(1, (3, FRAMES, PATCH, PATCH))
         return {name: value.cpu().contiguous() for name, value in found.items()}
+
+
+def load_tower(folder: Path) -> Tower:
+    """Load the tower of a checkpoint."""
+    tower, saved = Tower(), load_file(folder / FILE)
+    state = {name: saved[name].view(value.shape) for name, value in tower.state_dict().items()}
+    tower.load_state_dict(state)
+    return tower
 
 
 def make_angles(rows: int, columns: int, device: torch.device) -> Tensor:

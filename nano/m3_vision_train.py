@@ -1,9 +1,9 @@
-"""Train a vision tower for the shipped nano-m3.
+"""Train the vision tower of the shipped nano-m3, through its frozen text model.
 
     python -m nano.m3_vision_train --data DIR --out DIR --seconds 450
 
-`nano.m3_vision_data --out` makes the shards at the same time. The text model is frozen. With
-`--text DIR` (shards of `nano.m3_data`) it is trained too, after `UNFREEZE_AFTER` of the time.
+`nano.m3_vision_data --out` makes the shards at the same time. The shipped tower is trained on,
+unless `--fresh` is given.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nano import m3_data, m3_export, m3_train, m3_vision_data, model, train
-from nano.m3_model import Heads, Layer, M3Config, M3Model, gemma_norm, rope_tables
+from nano.m3_model import Heads, Layer, M3Model, gemma_norm, rope_tables
 from nano.m3_tokenizer import EOS_ID
-from nano.m3_vision_model import ASSETS, IMAGE_ID, SIDE, Tower, add_tower
+from nano.m3_vision_model import ASSETS, IMAGE_ID, SIDE, Tower, add_tower, load_tower
 from nano.model import Precision
 from nano.suites.vision import KINDS, decode
 from negamax.evals.suites import Problem, load_problems
 
-UNFREEZE_AFTER = 0.4  # share of the time
 LABEL_WEIGHT = 0.5
 ANSWER_TOKENS = 24  # limit of an answer to a problem
 
@@ -40,7 +39,7 @@ class ImageBatch:
     places: Tensor  # int64, flat positions of all image tokens in order
     inputs: Tensor  # int64 [K], flat positions whose next token is trained
     targets: Tensor  # int64 [K]
-    labels: Tensor  # int64 [B, 10], see `m3_vision_data.label`
+    labels: Tensor  # int64 [B, 11], see `m3_vision_data.label`
 
 
 class Probe(nn.Module):
@@ -48,14 +47,14 @@ class Probe(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.queries = nn.Parameter(torch.randn(10, width))
+        self.queries = nn.Parameter(torch.randn(11, width))
         self.rows, self.columns = (nn.Parameter(0.1 * torch.randn(24, width)) for _ in range(2))
         self.keys, self.values, self.inner = (nn.Linear(width, width) for _ in range(3))
         self.norm, self.last_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.last = nn.Linear(width, 1 + len(m3_vision_data.SYMBOLS))
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Map embeddings [B, rows * columns, width] to logits [B, 10, symbols]."""
+        """Map embeddings [B, rows * columns, width] to logits [B, 11, symbols]."""
         places = self.rows[: grid[0], None] + self.columns[: grid[1]]
         x = self.norm(x.float()) + places.flatten(0, 1)
         queries = self.queries.expand(len(x), -1, -1)
@@ -116,14 +115,13 @@ def read(net: M3Model, tokens: Tensor, places: Tensor, rows: Tensor, use: Precis
 
 
 class VisionTrainer(m3_train.Trainer):
-    """Train the tower, and the text model after `unfreeze`."""
+    """Train the tower."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         super().__init__(arguments, device)
         self.model.load_state_dict(m3_export.load(ASSETS).state_dict())
         self.model.requires_grad_(False)
-        self.text: m3_train.Loader | None = None  # None if the text model is frozen
-        self.tower = Tower().to(device)
+        self.tower = (Tower() if arguments.fresh else load_tower(ASSETS)).to(device)
         self.probe = Probe(self.config.hidden_size).to(device)
         self.tower_rest = [p for p in self.tower.parameters() if p.dim() == 1]
         self.tower_rest += self.probe.parameters()
@@ -131,43 +129,22 @@ class VisionTrainer(m3_train.Trainer):
         self.tower_adam = torch.optim.AdamW(
             self.tower_rest, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
         )
-        self.frozen_use = model.precision(
+        self.use = model.precision(
             torch.bfloat16, weights=False, activations=arguments.activation_fp8
         )
 
-    def is_past(self, share: float) -> bool:
-        """Return True: the shipped text model is past all phases of its training."""
-        return True
-
-    def unfreeze(self) -> None:
-        """Train the text model from here on."""
-        given = self.arguments
-        self.model.requires_grad_(True)
-        self.text = m3_train.Loader(
-            given.text, self.config, rows=given.rows, row_tokens=given.row_tokens,
-            capacity=int(given.rows * given.row_tokens * 0.22), seed=given.seed,
-        )  # fmt: skip
-
-    def _read(self, tokens: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-        use = self.frozen_use if self.text is None else self.use
-        return read(self.model, tokens, places, rows, use)
-
     def see(self, batch: ImageBatch) -> Tensor:
-        """Run one update. Return losses [3]: of answers about images, labels, and text."""
+        """Run one update. Return losses [2]: of answers about images, and of labels."""
         rows = self.tower(batch.images, torch.bfloat16)
         grid = batch.images.shape[1] // SIDE, batch.images.shape[2] // SIDE
         labels = F.cross_entropy(self.probe(rows, grid).flatten(0, 1), batch.labels.flatten())
-        hidden = self._read(batch.tokens, batch.places, rows.flatten(0, 1))
+        hidden = read(self.model, batch.tokens, batch.places, rows.flatten(0, 1), self.use)
         logits = self.model.logits(hidden.flatten(0, 1)[batch.inputs])
         loss = F.cross_entropy(logits.float(), batch.targets)
         (loss + LABEL_WEIGHT * labels).backward()
         rate = self.arguments.tower_rate * self.rate()
-        text = torch.zeros_like(loss)
-        if self.text is None:
-            self.step_count += 1
-            self.steps_here += 1
-        else:  # Add the gradients of text to those of the images.
-            text = self.step(self.text.take(self.device, widened=True))[0]
+        self.step_count += 1
+        self.steps_here += 1
         torch.nn.utils.clip_grad_norm_(self.tower_rest, 1.0)
         for group in self.tower_adam.param_groups:
             group["lr"] = rate
@@ -175,7 +152,7 @@ class VisionTrainer(m3_train.Trainer):
         self.tower_muon.step(rate)
         self.tower.zero_grad(set_to_none=True)
         self.probe.zero_grad(set_to_none=True)
-        return torch.stack((loss, labels, text)).detach()
+        return torch.stack((loss, labels)).detach()
 
     @torch.no_grad()
     def answer(self, renderer: m3_data.Renderer, problem: Problem) -> str:
@@ -187,7 +164,8 @@ class VisionTrainer(m3_train.Trainer):
         ids = prompt.tolist()
         places = torch.from_numpy(np.flatnonzero(prompt == IMAGE_ID)).to(self.device)
         while len(ids) < len(prompt) + ANSWER_TOKENS and ids[-1] != EOS_ID:
-            hidden = self._read(torch.tensor([ids], device=self.device), places, rows)
+            tokens = torch.tensor([ids], device=self.device)
+            hidden = read(self.model, tokens, places, rows, self.use)
             ids.append(int(self.model.logits(hidden[0, -1]).argmax()))  # host-sync: evaluation
         said: str = renderer.tokenizer.decode(ids[len(prompt) :])
         return said.replace("</mm:think>", "")
@@ -207,10 +185,7 @@ class VisionTrainer(m3_train.Trainer):
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint."""
-        if self.text is None:
-            shutil.copytree(ASSETS, folder, dirs_exist_ok=True)
-        else:
-            m3_export.write(self.model.state_dict(), folder, M3Config())
+        shutil.copytree(ASSETS, folder, dirs_exist_ok=True)
         add_tower(self.tower, folder)
 
 
@@ -221,17 +196,14 @@ def run(arguments: argparse.Namespace) -> None:
     loader = ShardLoader(arguments.data, arguments.seed)
     losses: list[Tensor] = []
     while trainer.elapsed < arguments.seconds and trainer.step_count < arguments.max_steps:
-        if arguments.text and trainer.text is None and trainer.progress() > UNFREEZE_AFTER:
-            print("training the text model too", flush=True)
-            trainer.unfreeze()
         losses.append(trainer.see(loader.take(device)))
         now = time.monotonic()
         if trainer.step_count < 4 or now - printed > arguments.print_every:
-            seen, labels, text = torch.stack(losses).mean(0).tolist()  # host-sync: progress line
+            seen, labels = torch.stack(losses).mean(0).tolist()  # host-sync: progress line
             print(
                 f"step {trainer.step_count} at {trainer.elapsed:.0f} s, loss {seen:.4f} labels "
-                f"{labels:.4f} text {text:.4f} rate {trainer.rate():.3f} shards "
-                f"{loader.fresh_shards} fresh of {loader.used_shards}",
+                f"{labels:.4f} rate {trainer.rate():.3f} shards {loader.fresh_shards} fresh of "
+                f"{loader.used_shards}",
                 flush=True,
             )
             losses, printed = [], now
@@ -253,23 +225,17 @@ def main() -> None:
 
     for name in ("data", "out"):
         options.add_argument(f"--{name}", type=Path, required=True)
-    options.add_argument("--text", type=Path, help="shards of text, to train the text model too")
     add("seconds", 450.0, "wall-clock time of the training")
     add("tower-rate", 2e-3)
-    add("muon-rate", 3e-4, "of the text model, like --adam-rate and --bias-rate")
-    add("adam-rate", 3e-4)
-    add("bias-rate", 1e-4)
-    add("rows", 4, "of text per step")
-    add("row-tokens", 8192)
     add("problems", 100, "of nano-vision per evaluation")
     add("max-steps", 10**9)
     add("print-every", 15.0)
     add("evaluate-every", 80.0, "also writes the checkpoint")
     add("seed", 0)
-    for name in ("eager", "activation-fp8"):
+    for name in ("fresh", "activation-fp8"):
         options.add_argument(f"--{name}", action="store_true")
     given = options.parse_args()
-    given.total_seconds = given.seconds
+    given.total_seconds, given.eager, given.adam_rate = given.seconds, True, 0.0
     run(given)
 
 

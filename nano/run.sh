@@ -5,13 +5,12 @@
 #   nano/run.sh nano-m3 OUT [SECONDS [TOTAL_SECONDS]]
 #   nano/run.sh nano-draft OUT [SECONDS]
 #   nano/run.sh nano-m3-draft OUT [SECONDS]
-#   nano/run.sh nano-m3-vision OUT [SECONDS]     adds a vision tower to the shipped nano-m3
+#   nano/run.sh nano-m3-vision OUT [SECONDS]     trains the vision tower of the shipped nano-m3
 #
 # SECONDS is wall-clock time, including compilation. A run of nano or nano-m3 continues from
 # OUT/state; for nano-m3, TOTAL_SECONDS is the length of the schedule over all runs. OUT/log holds
 # the output. WORKERS processes make fresh data from SEED while the GPU trains. TRAIN_OPTIONS goes
 # to the training script, for example "--max-steps 20 --log-every 1" for a trial of two minutes.
-# With JOINT=1, nano-m3-vision also trains the text model.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=$1 out=$2 workers=${WORKERS:-$(($(nproc) - 2))} python=${PYTHON:-python3}
@@ -21,7 +20,7 @@ nano) maker=nano.data default=1830 ;;
 nano-m3) maker=nano.m3_data default=926 ;;
 nano-draft) maker=nano.data default=470 ;;
 nano-m3-draft) maker=nano.m3_data default=290 ;;
-nano-m3-vision) maker=nano.m3_vision_data default=450 ;;
+nano-m3-vision) maker=nano.m3_vision_data default=500 ;;
 *)
   echo "unknown model $model; allowed: nano, nano-m3, nano-draft, nano-m3-draft, nano-m3-vision" >&2
   exit 2
@@ -38,18 +37,11 @@ set -m # The workers get their own process groups.
 if [ "$model" = nano-m3-vision ]; then
   # The trainer's loader needs a core, too.
   nice -n 15 "$python" -m "$maker" --out "$data" --workers "$workers" --seed "$seed" &
-  makers="-$!"
-  if [ -n "${JOINT:-}" ]; then
-    nice -n 15 "$python" -m nano.m3_data --out "$data/text" --workers 2 --shard-tokens 400000 \
-      --max-shards 60 --seed "$seed" &
-    makers="$makers -$!"
-  fi
 else
   "$python" -m "$maker" --out "$data" --workers "$workers" --shard-tokens 400000 --seed "$seed" &
-  makers="-$!"
 fi
-# shellcheck disable=SC2086
-trap 'kill -- $makers 2>/dev/null; rm -rf "$data"' EXIT
+makers="-$!"
+trap 'kill -- "$makers" 2>/dev/null; rm -rf "$data"' EXIT
 
 case $model in
 nano)
@@ -71,7 +63,7 @@ nano-m3)
 nano-m3-vision)
   # shellcheck disable=SC2086
   "$python" -m nano.m3_vision_train --data "$data" --out "$out/nano-m3" --activation-fp8 \
-    --seconds "$seconds" ${JOINT:+--text "$data/text"} ${TRAIN_OPTIONS:-}
+    --seconds "$seconds" ${TRAIN_OPTIONS:-}
   ;;
 *-draft)
   # shellcheck disable=SC2086
