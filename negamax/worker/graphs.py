@@ -17,12 +17,14 @@ Graphs of the kinds `rows` and `drafts` include the proposer. If rows have fewer
 padding follows the tokens of the last row.
 """
 
+from __future__ import annotations
+
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,18 +32,17 @@ from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
 from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED
-from negamax.kernels.peers import Collective
-from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling.op import DRAW_LEADING, PICK, RowSampling
 from negamax.kernels.steps.op import PLACE_TOKENS, STORE_TOKENS, ImageRows
 from negamax.layers.attention import KvCaches
-from negamax.models.decoder import Decoder
 from negamax.worker.batch import Column, SampleInputs, StepColumns, StepInputs, metadata_of
-from negamax.worker.device import Graph, GraphPool, Runtime, upload
-from negamax.worker.proposer import Proposer, TokenStates
-from negamax.worker.request_state import RequestState
+from negamax.worker.device import Graph, GraphPool, upload
+from negamax.worker.proposer import TokenStates
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 from negamax.worker.verify import VerifiedRows, Verifier
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 # `AttentionMetadata` of a captured step, whose sequence lengths are only on the device
 _NO_LENGTHS: dict[str, Any] = {"host_seq_lens": (), "host_query_lens": ()}
@@ -62,26 +63,16 @@ class StepBuffers:
 class StepGraphs:
     """Captures and replays steps of the given shapes."""
 
-    def __init__(
-        self,
-        shapes: dict[str, list[StepShape]],
-        model: Decoder,
-        kv: Sequence[KvCaches],
-        requests: RequestState,
-        *,
-        kernels: KernelTable,
-        group: Collective,
-        runtime: Runtime,
-        proposer: Proposer | None = None,
-        image_rows: Tensor | None = None,
-    ) -> None:
-        """`proposer`: runs after each sampled step. `image_rows`: the pool of image rows."""
-        self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
+    def __init__(self, shapes: dict[str, list[StepShape]], runner: ModelRunner) -> None:
+        """Allocate the buffers. Each sampled step ends with the proposer of `runner`."""
+        model, requests, kernels = runner.model, runner.requests, runner.kernels
+        proposer, group = runner.proposer, runner.context.attention_group
+        self.shapes, self._model, self._kv, self._requests = shapes, model, runner.caches, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._place_tokens = kernels[PLACE_TOKENS].run
         self._store_tokens = kernels[STORE_TOKENS].run
         self._shard: dict[str, Any] = {"first_id": model.vocab_range.start, "group": group}
-        self._runtime, self._proposer = runtime, proposer
+        self._runtime, self._proposer = runner.runtime, proposer
         self._layers = proposer.capture if proposer else ()
         self._verifier = None
         if proposer is not None:
@@ -106,9 +97,9 @@ class StepGraphs:
         # query starts of a step with one token per query
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
         self._images = None  # image row of each token of a step with prompts; None: no images
-        if image_rows is not None:
+        if runner.encoder is not None:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
-            self._images = ImageRows(none, image_rows)
+            self._images = ImageRows(none, runner.encoder.rows)
         self._has_images = False  # whether a token of the last step read an image row
         states = partial(zeros, num_tokens, model.spec.hidden_size, dtype=kernels.dtype)
         num_logits = num_sampled if model.is_last_stage else 0

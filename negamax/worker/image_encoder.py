@@ -5,7 +5,10 @@ image, ranks that did not encode the image add zeros, so the sum over ranks is e
 context parallelism, all ranks with the encoding rank's weights get the image rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +16,14 @@ from torch import Tensor
 
 from negamax.base.errors import EngineDeadError
 from negamax.config.vision import VisionSpec
-from negamax.kernels.peers import Collective
 from negamax.kernels.steps.op import ImageRows
 from negamax.models.decoder import ImageTower, PartialImages
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun, StepPlan
 from negamax.worker.batch import Column, StepColumns
-from negamax.worker.device import Runtime, indices, upload
-from negamax.worker.request_state import RequestState
+from negamax.worker.device import indices, upload
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 # One run of the tower encodes at most 5184 image tokens (2016 x 2016 pixels) or one larger image.
 _RUN_TOKENS = 5184
@@ -29,26 +33,15 @@ _MOST_TOKENS = 16_384  # image tokens of the largest image (3584 x 3584 pixels)
 class ImageEncoder:
     """The vision tower of a rank, and the pool with the rows of encoded images."""
 
-    def __init__(
-        self,
-        tower: ImageTower,
-        spec: VisionSpec,
-        requests: RequestState,
-        *,
-        num_tokens: int,
-        dtype: torch.dtype,
-        rank: int,
-        copies: Collective,
-        runtime: Runtime,
-    ) -> None:
-        """`num_tokens`: rows of the pool. `rank`: the value of `EncodeJob.rank` for this rank.
-        `copies`: the context-parallel ranks with the same weights.
-        """
-        self._tower, self._spec, self._requests = tower, spec, requests
-        self._rank, self._copies, self._runtime = rank, copies, runtime
-        self.num_tokens, self._device = num_tokens, requests.tokens.device
-        shape = (num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
-        self._pool = torch.zeros(shape, dtype=dtype, device=self._device)
+    def __init__(self, tower: ImageTower, spec: VisionSpec, runner: ModelRunner) -> None:
+        """Allocate the pool. `runner` must have its request state."""
+        self._tower, self._spec, self._requests = tower, spec, runner.requests
+        self._rank = runner.config.layout.encoder_rank  # the value of `EncodeJob.rank`
+        self._copies = runner.context.context_group  # ranks with the same weights
+        self._runtime, self._device = runner.runtime, runner.device
+        self.num_tokens = runner.config.encoder_tokens  # rows of the pool
+        shape = (self.num_tokens // ROWS_PER_PAGE, ROWS_PER_PAGE, spec.text_hidden)
+        self._pool = torch.zeros(shape, dtype=runner.kernels.dtype, device=self._device)
         # pool pages of each image that could not be encoded, and the error
         self._broken: list[tuple[frozenset[int], Exception]] = []
         self._partial: PartialImages | None = None  # image of which some parts are encoded

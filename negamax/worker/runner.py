@@ -5,7 +5,6 @@ state and captured steps.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -65,8 +64,7 @@ class ModelRunner:
         self.proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self.proposer.num_draft_tokens if self.proposer else 0
         self.context = context = open_context(config, device, num_draft_tokens)
-        shared: dict[str, Any] = {"context": context, "device": device, "kernels": kernels}
-        self.model = build_model(config.spec, **shared)
+        self.model = build_model(config.spec, context=context, device=device, kernels=kernels)
         with torch.inference_mode():
             load_summary = load_model(self.model, config, load_plan, device=device)
             if self.proposer is not None:
@@ -75,7 +73,7 @@ class ModelRunner:
                     load_summary += self.proposer.acceptance.load(device)
             load_summary += describe_kv_scales(self.model.layers, cache_dtype)
             if config.self_check:
-                check = SelfCheck(config, load_plan, cache_dtype=cache_dtype, **shared)
+                check = SelfCheck(self, load_plan, cache_dtype=cache_dtype)
                 warm_up = partial(warming_up, context, shows=config.show_progress)
                 load_summary += check.run(self.model, warm_up if self.runtime.graph_pool else None)
             self.runtime.release_memory()  # release memory that only loading needed
@@ -87,7 +85,7 @@ class ModelRunner:
                 device=device,
                 num_draft_tokens=num_draft_tokens,
             )
-            self.stage = Stage(context, self.requests, config, dtype=kernels.dtype)
+            self.stage = Stage(self)
             self.sampler = Sampler(
                 self.requests,
                 kernels=kernels,
@@ -95,7 +93,10 @@ class ModelRunner:
                 first_id=self.model.vocab_range.start,
                 on_shards=self.runtime.samples_on_shards,
             )
-            self.encoder = self._open_encoder()
+            self.encoder: ImageEncoder | None = None
+            tower, spec = self.model.vision, config.spec.vision
+            if tower is not None and spec is not None:
+                self.encoder = ImageEncoder(tower, spec, self)
             self.experts = load_recorder(config, self.model, context, device)
             num_blocks = self._allocate_caches(cache_dtype)
             self.host_pool = self._open_host_pool(num_blocks, cache_dtype)
@@ -114,29 +115,13 @@ class ModelRunner:
             paths=describe_paths(self.model.layers, kernels, context.attention_group),
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
             num_draft_tokens=num_draft_tokens,
-            step_seconds=measure_steps(self.graphs, self.requests, self.runtime, config),
+            step_seconds=measure_steps(self),
             num_host_blocks=self.host_pool.num_blocks if self.host_pool else 0,
             host_block_bytes=self.host_pool.block_bytes if self.host_pool else 0,
             num_file_blocks=files.num_blocks if files else 0,
             file_hashes=b"".join(files.found) if files else b"",
             lanes=(self.lane.endpoint,) if self.lane else (),
             shape=describe_shape(self, cache_dtype=cache_dtype),
-        )
-
-    def _open_encoder(self) -> ImageEncoder | None:
-        """Create the image encoder. Return None if this rank embeds no images."""
-        tower, spec, config = self.model.vision, self.config.spec.vision, self.config
-        if tower is None or spec is None:
-            return None
-        return ImageEncoder(
-            tower,
-            spec,
-            self.requests,
-            num_tokens=config.encoder_tokens,
-            dtype=self.kernels.dtype,
-            rank=config.layout.encoder_rank,
-            copies=self.context.context_group,
-            runtime=self.runtime,
         )
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
@@ -195,17 +180,7 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             draft_lengths=draft_lengths(self),
         )
-        graphs = StepGraphs(
-            shapes,
-            self.model,
-            self.caches,
-            self.requests,
-            kernels=self.kernels,
-            group=self.context.attention_group,
-            runtime=self.runtime,
-            proposer=self.proposer,
-            image_rows=self.encoder.rows if self.encoder else None,
-        )
+        graphs = StepGraphs(shapes, self)
         with warming_up(self.context, shows=config.show_progress):
             graphs.warmup(warmup_layers(self.model.layers, config.kv_caches))
         pool, summaries = pool_of(), {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,10 +44,11 @@ from negamax.layers.moe import SparseMoe
 from negamax.models.build import build_model
 from negamax.models.decoder import Decoder, DecoderLayer
 from negamax.parallel.collectives import Partial
-from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
 from negamax.worker import kv_cache
-from negamax.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 logger = get_logger(__name__)
 
@@ -71,17 +72,11 @@ class SelfCheck:
     """Checks layers of one rank. `plan` is the load plan of the model (None: synthetic weights)."""
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        plan: LoadPlan | None,
-        *,
-        kernels: KernelTable,
-        context: ParallelContext,
-        cache_dtype: torch.dtype,
-        device: torch.device,
+        self, runner: ModelRunner, plan: LoadPlan | None, *, cache_dtype: torch.dtype
     ) -> None:
+        config, kernels = runner.config, runner.kernels
         self._config, self._plan, self._kernels = config, plan, kernels
-        self._context, self._cache_dtype, self._device = context, cache_dtype, device
+        self._context, self._cache_dtype, self._device = runner.context, cache_dtype, runner.device
         self._num_tokens = min(_NUM_TOKENS, config.max_num_batched_tokens)
         scheme = detect(config.spec.quantization)
         chosen = [

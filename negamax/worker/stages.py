@@ -10,22 +10,25 @@ A stage waits for the results of a step only before it runs a later step with th
 drops the row's results.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from negamax.parallel.context import ParallelContext
 from negamax.parallel.links import Arrival
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import SampleInputs
-from negamax.worker.config import WorkerConfig
 from negamax.worker.device import indices, upload
-from negamax.worker.request_state import RequestState
 from negamax.worker.verify import SampledRows, Verification
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 
 @dataclass
@@ -64,19 +67,13 @@ class Entering:
 class Stage:
     """Exchanges data between this rank and other stages. A single stage exchanges nothing."""
 
-    def __init__(
-        self,
-        context: ParallelContext,
-        requests: RequestState,
-        config: WorkerConfig,
-        *,
-        dtype: torch.dtype,
-    ) -> None:
-        layout = context.layout
+    def __init__(self, runner: ModelRunner) -> None:
+        """`runner` must have its request state."""
+        context, config, layout = runner.context, runner.config, runner.context.layout
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        self._links, self._requests, self._num_stages = context.links, requests, layout.pp
+        self._links, self._requests, self._num_stages = context.links, runner.requests, layout.pp
         self._place, self._num_places = layout.tp_rank, layout.tp
-        self._width, self._dtype = config.spec.hidden_size, dtype
+        self._width, self._dtype = config.spec.hidden_size, runner.kernels.dtype
         self._num_captured = config.num_captured_before
         self._group = context.attention_group
         self._expected: deque[_Expected] = deque()

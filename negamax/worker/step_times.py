@@ -6,28 +6,29 @@ requests. Longer contexts slow down steps of similar size by about the same fact
 adjusts the measured times to the context lengths of real requests.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from negamax.scheduler.draft_length import StepSeconds
 from negamax.worker.batch import StepColumns
-from negamax.worker.config import WorkerConfig
-from negamax.worker.device import Runtime
-from negamax.worker.graphs import StepGraphs
-from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import StepShape
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 REPEATS = 3  # number of timed replays per captured step, after one warmup
 
 
 @torch.inference_mode()
-def measure_steps(
-    graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
-) -> tuple[StepSeconds, ...]:
+def measure_steps(runner: ModelRunner) -> tuple[StepSeconds, ...]:
     """Measure step times for each number of drafts. Return () if graphs, adaptive draft lengths or
     GPU events are missing. No slot may be in use, and all ranks must call this function.
     """
+    graphs, requests, config = runner.graphs, runner.requests, runner.config
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:
         return ()
@@ -48,7 +49,7 @@ def measure_steps(
             if shape is None or shape.num_drafts != length:
                 continue
             graphs.prepare(shape, StepColumns.of_decodes(range(num_rows), [1 + length] * num_rows))
-            seconds = runtime.seconds_of(partial(replay, shape), repeats=REPEATS)
+            seconds = runner.runtime.seconds_of(partial(replay, shape), repeats=REPEATS)
             if seconds is not None:
                 found.append((num_rows, length, seconds))
     requests.num_computed.zero_()

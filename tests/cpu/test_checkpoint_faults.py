@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,15 +365,9 @@ def check(
     with torch.inference_mode():
         fill(slots, plan)
         model.finish_loading()
-        own = SelfCheck(
-            config,
-            plan,
-            kernels=kernels,
-            context=ParallelContext.single(),
-            cache_dtype=kernels.dtype,
-            device=torch.device("cpu"),
-        )
-        return own.run(model)
+        parts = {"context": ParallelContext.single(), "device": torch.device("cpu")}
+        runner = SimpleNamespace(config=config, kernels=kernels, **parts)
+        return SelfCheck(runner, plan, cache_dtype=kernels.dtype).run(model)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2])

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -61,10 +62,10 @@ def step_graphs(
     proposer: Proposer | None = None,
     group: Collective | None = None,
 ) -> StepGraphs:
-    return StepGraphs(
-        shapes, model, kv, requests, kernels=kernel_table(), group=group or SingleRank(),
-        runtime=runtime(pool), proposer=proposer,
-    )  # fmt: skip
+    context = SimpleNamespace(attention_group=group or SingleRank())
+    parts = {"model": model, "caches": kv, "requests": requests, "kernels": kernel_table()}
+    parts |= {"context": context, "runtime": runtime(pool), "proposer": proposer, "encoder": None}
+    return StepGraphs(shapes, SimpleNamespace(**parts))
 
 
 def side(num_draft_tokens: int = 0) -> Side:

@@ -7,6 +7,7 @@ an order that depends on time.
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,10 +105,12 @@ class Replays:
                 cache.copy_(torch.randn(cache.shape, generator=keys, device=device))
         self.shapes = {size: StepShape.of_decodes(size, 0) for size in sizes}
         shapes = {ROWS: list(self.shapes.values()), DRAFTS: [], TOKENS: []}
-        self.graphs = StepGraphs(
-            shapes, synthetic(spec, kernels, device), caches, self.requests, kernels=kernels,
-            group=SingleRank(), runtime=runtime,
+        runner = SimpleNamespace(
+            model=synthetic(spec, kernels, device), caches=caches, requests=self.requests,
+            kernels=kernels, context=SimpleNamespace(attention_group=SingleRank()),
+            runtime=runtime, proposer=None, encoder=None,
         )  # fmt: skip
+        self.graphs = StepGraphs(shapes, runner)
         assert runtime.graph_pool is not None
         self.num_layers = spec.num_layers
         self.graphs.capture(ROWS, runtime.graph_pool(), lambda *_: None)
