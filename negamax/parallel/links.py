@@ -99,7 +99,7 @@ class PipelineLinks:
         links._open(layout, device)
         return links
 
-    def hand_down(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Copy the first stage's contiguous `tensor` to every stage. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()

@@ -149,7 +149,7 @@ class Scheduler:
             latest.postponed.add(row)
             sequence.is_postponed = True
             sequence.num_proposed = 0
-            sequence.give_back(1)
+            sequence.subtract(1)
 
     def plan(self) -> StepPlan | None:
         """Return the next plan, or None if rows must wait for a commit, `add` or pipeline turn."""
@@ -273,7 +273,7 @@ class Scheduler:
             if num_drafts:
                 num_accepted = result.num_accepted.get(row, 0)
                 end += num_accepted
-                sequence.give_back(num_drafts - num_accepted)
+                sequence.subtract(num_drafts - num_accepted)
                 proposed = result.num_draft_tokens.get(row, num_drafts)
                 self.drafts.add(sequence, proposed, num_accepted)
             if sequence.finished:
@@ -318,7 +318,7 @@ class Scheduler:
                 token_logprobs = [logprobs[i] for i in places if i in logprobs] or None
             if finish_reason is not None:
                 if sequence.request.lease_id:
-                    self.shared.lend(sequence, step_id=plan.step_id)
+                    self.shared.add_lease(sequence, step_id=plan.step_id)
                 self.free(sequence)
             updates.append(
                 SequenceUpdate(

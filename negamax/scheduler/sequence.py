@@ -85,7 +85,7 @@ class Sequence:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
-    def give_back(self, num_tokens: int) -> None:
+    def subtract(self, num_tokens: int) -> None:
         """Subtract rejected drafts or a postponed token, whose blocks later tokens reuse."""
         self.num_computed -= num_tokens
         self.num_total -= num_tokens

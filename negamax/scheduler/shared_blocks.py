@@ -91,7 +91,7 @@ class SharedBlocks:
         """Whether a lease holds KV blocks that are not in host memory yet."""
         return bool(self._unsettled)
 
-    def lend(self, sequence: Sequence, *, step_id: int) -> None:
+    def add_lease(self, sequence: Sequence, *, step_id: int) -> None:
         """Lease the prompt of a sequence that leaves the batch with the commit of `step_id`. A
         prompt that exceeds the host memory is not leased.
         """

@@ -21,7 +21,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
-from negamax.worker.proposer import Proposer, hand_down_embedding
+from negamax.worker.proposer import Proposer, broadcast_embedding
 from negamax.worker.request_state import FILTERS, RequestState
 
 
@@ -51,7 +51,7 @@ class DraftModelProposer(Proposer):
         spec, self._group = self._draft.spec, context.attention_group
         if not spec.own_embedding and not target.is_first_stage:
             weights = WeightFormat(self._kernels.dtype, device)
-            target.embedding = hand_down_embedding(target, context, weights)
+            target.embedding = broadcast_embedding(target, context, weights)
         slots = self._build(self._setup(context, device))
         if self._plan is not None:
             with name_draft_errors(self._draft.folder):

@@ -4,6 +4,7 @@ import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,18 +66,11 @@ def allocate(
 
 
 def allocate_own(
-    config: WorkerConfig,
-    num_blocks: int,
-    *,
-    layers: int | None = None,
-    dtype: torch.dtype,
-    device: torch.device,
-    shared: bool = False,
+    config: WorkerConfig, num_blocks: int, *, layers: int | None = None, **options: Any
 ) -> list[KvCaches]:
-    """Allocate the caches of a rank's first `layers` layers (None: all); see `allocate`."""
-    caches, size, ranks = config.kv_caches[:layers], config.block_size, config.layout.attention.size
-    options = {"block_size": size, "ranks": ranks, "shared": shared}
-    return allocate(caches, num_blocks, dtype=dtype, device=device, **options)
+    """Allocate the caches of a rank's first `layers` layers (None: all), as `allocate` does."""
+    sizes = {"block_size": config.block_size, "ranks": config.layout.attention.size}
+    return allocate(config.kv_caches[:layers], num_blocks, **sizes, **options)
 
 
 def _zeros(

@@ -92,11 +92,11 @@ class DistantProposer(Proposer):
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
         if self._draft is not None and not self._draft.spec.own_embedding:
-            hand_down_embedding(target, context, WeightFormat(self._dtype, device))
+            broadcast_embedding(target, context, WeightFormat(self._dtype, device))
         return ""
 
 
-def hand_down_embedding(
+def broadcast_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
     """Copy embedding rows from the first to all stages. Every stage must call this function."""
@@ -106,7 +106,7 @@ def hand_down_embedding(
         shape = target.spec.vocab_size, target.spec.hidden_size
         rows, group = target.vocab_range, context.attention_group
         embedding = VocabEmbedding("", shape, rows=rows, group=group, weights=weights)
-    context.links.hand_down(embedding.table)
+    context.links.broadcast(embedding.table)
     return embedding
 
 

@@ -40,7 +40,7 @@ class _Expected:
     slots_device: Tensor  # [S] int64, `slots` on the device
     positions: Tensor  # [S] int64, position of each sampled token
     reassigned: set[int] = field(default_factory=set)  # slots that later plans reassigned
-    message: Tensor | None = None  # int64 results from the last stage, see `Stage.give_back`
+    message: Tensor | None = None  # int64 results from the last stage, see `Stage.send_results`
     arrival: Arrival | None = None
 
 
@@ -91,7 +91,7 @@ class Stage:
             step.reassigned |= assigned
             if not (needed - step.reassigned).isdisjoint(step.slots):
                 last = max(last, number + 1)
-        arrived = [self._take_in(self._expected.popleft()) for _ in range(last)]
+        arrived = [self._apply(self._expected.popleft()) for _ in range(last)]
         return [each for each in arrived if each is not None]
 
     def receive(
@@ -152,7 +152,7 @@ class Stage:
             places = inputs.slots_device.clone(), inputs.positions_device.clone()
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
-    def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
+    def send_results(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
         """Send the last stage's results: sampled tokens [S] int64, numbers of accepted drafts [R]
         int64 (if the step has drafts), and new drafts [R, plan.num_proposed].
         """
@@ -166,7 +166,7 @@ class Stage:
         for link in self._links.sampled:
             link.send(message)
 
-    def post(self) -> None:
+    def start_receiving(self) -> None:
         """Start to receive all expected results, as a sending GPU spins until its peer receives."""
         for step in self._expected:
             self._receive(step)
@@ -186,7 +186,7 @@ class Stage:
             step.arrival = link.receive(step.message)
         return step.message, step.arrival
 
-    def _take_in(self, step: _Expected) -> Arrived | None:
+    def _apply(self, step: _Expected) -> Arrived | None:
         """Write the results of a step into its slots."""
         message, arrival = self._receive(step)
         arrival.wait()
@@ -198,9 +198,9 @@ class Stage:
             index = indices(kept, slots.device)
             token_ids, slots, positions = token_ids[index], slots[index], positions[index]
         self._requests.store(slots, positions, token_ids)
-        return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
+        return self._apply_drafts(plan, rest, step.reassigned) if len(rest) else None
 
-    def _take_in_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
+    def _apply_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
         """Apply the part of a message that follows the tokens: accepted drafts and new drafts."""
         rows, slots, num_drafts, _ = SampledRows.of(plan)
         kept = np.flatnonzero([slot not in reassigned for slot in slots])

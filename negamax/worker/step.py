@@ -104,7 +104,7 @@ class StepRunner:
             requests.advance(again, minus_one)
             requests.drafts[again] = -1
         if sampled is not None:
-            self._stage.give_back(plan, sampled.token_ids, accepted)
+            self._stage.send_results(plan, sampled.token_ids, accepted)
         grammar_rows, proposed = plan.grammar_rows if plan.num_proposed else [], None
         if grammar_rows:
             slots = indices([plan.slots[row] for row in grammar_rows], self._device)

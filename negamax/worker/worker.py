@@ -109,7 +109,7 @@ class Worker:
     def idle(self) -> None:
         """Start to receive messages of other stages. Call this method while no plan arrives."""
         if self.runner.runtime.is_asynchronous:
-            self.runner.stage.post()
+            self.runner.stage.start_receiving()
 
     def take_row_failures(self) -> dict[int, str]:
         """Return the errors of rows that failed since the last call, by slot."""
