@@ -47,7 +47,7 @@ class RequestLog:
             " ".join(f"{name}={value}" for name, value in fields["sampling"].items()),
         ]
         if self._max_prompt_chars:
-            fields["prompt"] = self._head(prompt_token_ids)
+            fields["prompt"] = self._read_head(prompt_token_ids)
             parts.append(f"prompt {fields['prompt']!r}")
         logger.info("%s", ", ".join(parts), extra={"fields": fields})
 
@@ -77,7 +77,7 @@ class RequestLog:
             extra={"fields": fields},
         )
 
-    def _head(self, prompt_token_ids: Sequence[int]) -> str:
+    def _read_head(self, prompt_token_ids: Sequence[int]) -> str:
         limit = self._max_prompt_chars
         few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # Enough for `limit` characters.
         text = self._tokenizer.decode(few, skip_special_tokens=False)

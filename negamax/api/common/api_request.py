@@ -132,7 +132,7 @@ def generate(
         request_id=request_id,
         priority=params.priority,
         cache_salt=get_cache_salt(request),
-        data_parallel_rank=_requested_rank(request, num_ranks=context.engine.num_ranks),
+        data_parallel_rank=_read_rank(request, num_ranks=context.engine.num_ranks),
         deadline=request.arrival + min(limits) if limits else None,
         observer=record,
         readers=readers,
@@ -148,7 +148,7 @@ def generate(
     return generation
 
 
-def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
+def _read_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
     """Return the data-parallel rank in the request's header or body; None if neither has one."""
     params = request.params
     in_body = params.data_parallel_rank if params.routed_dp_rank is None else params.routed_dp_rank

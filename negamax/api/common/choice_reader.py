@@ -150,13 +150,13 @@ class ChoiceReader(_CountingReader):
         if is_end and output.events is None:
             events = [*events, *self.finish(is_truncated=output.finish_reason != "stop")]
         if self._holds_back:
-            events = list(self._chosen(events, is_end=is_end))
+            events = list(self._filter(events, is_end=is_end))
         for event in events:
             if isinstance(event, ToolCallStart):
                 self.calls.append(StartedCall(f"call_{secrets.token_hex(12)}", event.name))
                 self._on_call()
         if output.finish_reason is not None:
-            self.finish_reason = self._finish_reason(output.finish_reason)
+            self.finish_reason = self._convert_finish_reason(output.finish_reason)
             self.stop_reason = output.stop_reason
         return events
 
@@ -178,11 +178,11 @@ class ChoiceReader(_CountingReader):
         """End the text, and return the last events of the parser."""
         return self._parser.finish(is_truncated=is_truncated)
 
-    def _finish_reason(self, of_engine: str) -> str:
+    def _convert_finish_reason(self, of_engine: str) -> str:
         is_call = self.calls and not self._rules.is_call_forced_by_name
         return "tool_calls" if is_call and of_engine == "stop" else of_engine
 
-    def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
+    def _filter(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
         for event in events:
             if isinstance(event, ReasoningDelta):
                 if self._rules.reasoning is ReasoningPlace.NOWHERE:
@@ -191,7 +191,7 @@ class ChoiceReader(_CountingReader):
                     self._held_reasoning.append(event.text)
                     continue
             elif self._held_reasoning:
-                yield self._released_reasoning()
+                yield self._release_reasoning()
             if (
                 isinstance(event, ReasoningDelta | ContentDelta)
                 or event.index == 0
@@ -199,9 +199,9 @@ class ChoiceReader(_CountingReader):
             ):
                 yield event
         if is_end and self._held_reasoning:
-            yield self._released_reasoning()
+            yield self._release_reasoning()
 
-    def _released_reasoning(self) -> ReasoningDelta:
+    def _release_reasoning(self) -> ReasoningDelta:
         held, self._held_reasoning = "".join(self._held_reasoning), []
         return ReasoningDelta(held)
 

@@ -65,7 +65,7 @@ class ContentLogprobs:
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
-        found = self._tokens_of(text, is_begun=block.index == self._latest)
+        found = self._take_tokens(text, is_begun=block.index == self._latest)
         self._latest = block.index
         if block.kind is not BlockKind.CONTENT:
             return []
@@ -87,14 +87,14 @@ class ContentLogprobs:
         self._append(self._decoder.decode(b"", final=True))
         self._is_mid_character = False
 
-    def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
+    def _take_tokens(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
         """Return the tokens of `text`, and drop all tokens that begin before the end of `text`."""
         # A truncated answer may end within a character, whose bytes then become U+FFFD.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
         self._text += "".join(self._new_texts)
         self._new_texts = []
-        place = self._place(text, is_begun=is_begun)
+        place = self._find(text, is_begun=is_begun)
         if place < 0:
             return []
         first, last = self._start + place, self._start + place + len(text)
@@ -108,7 +108,7 @@ class ContentLogprobs:
             self._text, self._start, self._at = self._text[self._at :], last, 0
         return found
 
-    def _place(self, text: str, *, is_begun: bool) -> int:
+    def _find(self, text: str, *, is_begun: bool) -> int:
         """Skip white space and tags, and return the position of `text` in `_text`, or -1."""
         if is_begun and self._text.startswith(text, self._at):
             return self._at

@@ -44,7 +44,9 @@ class LimitedBody:
         if self._is_complete:
             return await self._receive()
         message = await (
-            self._arrived() if self._unpacker is None else self._unpacked(self._unpacker)
+            self._receive_in_time()
+            if self._unpacker is None
+            else self._receive_unpacked(self._unpacker)
         )
         if message["type"] != "http.request":
             return message
@@ -52,13 +54,13 @@ class LimitedBody:
         self._is_complete = not message.get("more_body", False)
         return message
 
-    async def _unpacked(self, unpacker: Unpacker) -> Message:
+    async def _receive_unpacked(self, unpacker: Unpacker) -> Message:
         await asyncio.sleep(0)  # Let other requests run between two pieces of the body.
         while not (piece := unpacker.take()):
             if self._is_all_packed:
                 unpacker.finish()
                 break
-            message = await self._arrived()
+            message = await self._receive_in_time()
             if message["type"] != "http.request":
                 return message
             packed = message.get("body", b"")
@@ -69,7 +71,7 @@ class LimitedBody:
             unpacker.feed(packed)
         return {"type": "http.request", "body": piece, "more_body": bool(piece)}
 
-    async def _arrived(self) -> Message:
+    async def _receive_in_time(self) -> Message:
         try:
             async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
                 return await self._receive()

@@ -190,7 +190,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
     def response(self) -> schema.ChatAnswer:
         return schema.ChatAnswer(
             **self._head,
-            choices=[self._whole_choice(choice) for choice in self.choices],
+            choices=[self._build_choice(choice) for choice in self.choices],
             usage=self.usage,
             kv_transfer_params=self._lease,
             prompt_logprobs=self._prompt_logprobs,
@@ -200,16 +200,16 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
     def chunk(self, choice: _ChatChoice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self._take_tokens(choice, output)
         choice.logprobs += self._convert_logprobs(choice, events)
-        deltas = self._deltas(choice, events)
+        deltas = self._build_deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
             deltas = [schema.Delta()]  # An empty delta reports tokens without text.
-        chunks = [encode_event(self._chunk(choice, delta)) for delta in deltas]
+        chunks = [encode_event(self._build_chunk(choice, delta)) for delta in deltas]
         if is_last:
-            chunks.append(encode_event(self._chunk(choice, schema.Delta(), last=True)))
+            chunks.append(encode_event(self._build_chunk(choice, schema.Delta(), last=True)))
         return b"".join(chunks)
 
-    def _deltas(self, choice: _ChatChoice, events: list[ParserEvent]) -> list[schema.Delta]:
+    def _build_deltas(self, choice: _ChatChoice, events: list[ParserEvent]) -> list[schema.Delta]:
         deltas: list[schema.Delta] = []
         if not choice.role_sent:
             choice.role_sent = True
@@ -219,7 +219,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         for parsed in events:
             match parsed:
                 case parsed_events.ReasoningDelta(text):
-                    details = self._details(text)
+                    details = self._build_details(text)
                     deltas.append(
                         schema.Delta(
                             reasoning_content=text, reasoning=text, reasoning_details=details
@@ -267,10 +267,12 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             if event.change == "grew":
                 yield from choice.found.take(event.block, event.text)
 
-    def _details(self, text: str) -> list[schema.ReasoningDetail] | UnsetType:
+    def _build_details(self, text: str) -> list[schema.ReasoningDetail] | UnsetType:
         return [schema.ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
 
-    def _chunk(self, choice: _ChatChoice, delta: schema.Delta, *, last: bool = False) -> Struct:
+    def _build_chunk(
+        self, choice: _ChatChoice, delta: schema.Delta, *, last: bool = False
+    ) -> Struct:
         """Build a chunk of one choice with all logprobs and token ids that were not sent yet."""
         logprobs: ChatLogprobs | None = None
         if choice.logprobs and (delta.content or choice.found is None or last):
@@ -293,7 +295,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             **self._head, choices=[news], usage=self._chunk_usage, prompt_token_ids=prompt_token_ids
         )
 
-    def _whole_choice(self, choice: _ChatChoice) -> schema.ChatChoice:
+    def _build_choice(self, choice: _ChatChoice) -> schema.ChatChoice:
         reader, parsed = choice.reader, collect(choice.events)
         calls = [
             schema.ToolCall(
@@ -315,7 +317,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
                 content=None if calls and not content else content,
                 reasoning_content=reasoning,
                 reasoning=reasoning,
-                reasoning_details=UNSET if reasoning is None else self._details(reasoning),
+                reasoning_details=UNSET if reasoning is None else self._build_details(reasoning),
                 tool_calls=calls or UNSET,
             ),
             logprobs=ChatLogprobs(logprobs) if self._chat.logprobs else None,

@@ -155,7 +155,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
             choice.logprobs.push(entry)
 
     def response(self) -> TextAnswer:
-        choices = [self._choice(choice, last=True) for choice in self.choices]
+        choices = [self._build_choice(choice, last=True) for choice in self.choices]
         return TextAnswer(
             **self._head, choices=choices, usage=self.usage, kv_transfer_params=self._lease
         )
@@ -166,7 +166,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         has_news = any(choice.text) or (self._reports_tokens and bool(output.token_ids))
         if not has_news and not is_last:
             return b""
-        choices = [self._choice(choice, last=is_last)]
+        choices = [self._build_choice(choice, last=is_last)]
         return encode_event(TextAnswer(**self._head, choices=choices, usage=self._chunk_usage))
 
     def _begin(self, choice: _TextChoice, output: RequestOutput) -> str:
@@ -188,7 +188,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
             self._echoes[choice.prompt_index] = text
         return self._echoes[choice.prompt_index]
 
-    def _choice(self, choice: _TextChoice, *, last: bool) -> TextChoice:
+    def _build_choice(self, choice: _TextChoice, *, last: bool) -> TextChoice:
         text, choice.text = "".join(choice.text), []
         logprobs = choice.logprobs.take() if self._params.logprobs is not None else None
         token_ids, choice.token_ids = choice.token_ids, []

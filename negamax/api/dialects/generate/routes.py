@@ -266,7 +266,7 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
         self._is_list = params.is_batch or len(choices) > 1
 
     def response(self) -> schema.NativeAnswer | list[schema.NativeAnswer]:
-        answers = [self._answer(choice) for choice in self.choices]
+        answers = [self._build_answer(choice) for choice in self.choices]
         return answers if self._is_list else answers[0]
 
     def chunk(
@@ -275,7 +275,7 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
         self.take(choice, output, events)
         is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
         is_sent = is_due or choice.finish_reason is not None
-        return encode_event(self._answer(choice)) if is_sent else b""
+        return encode_event(self._build_answer(choice)) if is_sent else b""
 
     def take(self, choice: _NativeChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
         choice.texts.append(output.text)
@@ -287,15 +287,17 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
         choice.token_ids.extend(output.token_ids)
         if self._params.return_logprob:
             logprobs = output.logprobs or ()
-            choice.logprobs.extend([self._entry(one.token_id, one) for one in logprobs])
+            choice.logprobs.extend([self._build_entry(one.token_id, one) for one in logprobs])
             if self._params.top_logprobs_num > 0:
-                choice.top_logprobs.extend([self._top(entry) for entry in logprobs])
+                choice.top_logprobs.extend([self._build_top(entry) for entry in logprobs])
         choice.num_cached_tokens, choice.drafts = output.num_cached_tokens, output.drafts
         if output.finish_reason is not None:
             choice.seconds = time.monotonic() - self._arrival
-            choice.finish_reason = self._finish_reason(choice, output)
+            choice.finish_reason = self._build_finish_reason(choice, output)
 
-    def _finish_reason(self, choice: _NativeChoice, output: RequestOutput) -> dict[str, object]:
+    def _build_finish_reason(
+        self, choice: _NativeChoice, output: RequestOutput
+    ) -> dict[str, object]:
         match output.finish_reason:
             case "length":
                 return {"type": "length", "length": choice.num_tokens}
@@ -306,13 +308,13 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
-    def _answer(self, choice: _NativeChoice) -> schema.NativeAnswer:
+    def _build_answer(self, choice: _NativeChoice) -> schema.NativeAnswer:
         text = "".join(choice.texts)
         choice.texts = [text]
         return schema.NativeAnswer(
             text=text,
             output_ids=choice.token_ids.json(),
-            meta_info=self._meta(choice),
+            meta_info=self._build_meta(choice),
             index=choice.index if self._is_list else UNSET,
         )
 
@@ -324,11 +326,13 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
             [None, *prompt_logprobs] if prompt_logprobs or start == 0 else []
         )
         asked = list(zip(prompt, given, strict=False))[min(start, len(prompt) - 1) :]
-        choice.input_logprobs.extend([self._entry(token_id, entry) for token_id, entry in asked])
+        choice.input_logprobs.extend(
+            [self._build_entry(token_id, entry) for token_id, entry in asked]
+        )
         if self._params.top_logprobs_num > 0:
-            choice.input_top_logprobs.extend([self._top(entry) for _, entry in asked])
+            choice.input_top_logprobs.extend([self._build_top(entry) for _, entry in asked])
 
-    def _meta(self, choice: _NativeChoice) -> schema.MetaInfo:
+    def _build_meta(self, choice: _NativeChoice) -> schema.MetaInfo:
         params = self._params
         has_logprobs = params.return_logprob
         has_top = has_logprobs and params.top_logprobs_num > 0
@@ -346,15 +350,15 @@ class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schem
             output_top_logprobs=choice.top_logprobs.json() if has_top else UNSET,
         )
 
-    def _entry(self, token_id: int, entry: TokenLogprobs | None) -> schema.LogprobEntry:
-        return self._logprob(token_id, None if entry is None else entry.logprob)
+    def _build_entry(self, token_id: int, entry: TokenLogprobs | None) -> schema.LogprobEntry:
+        return self._build_logprob(token_id, None if entry is None else entry.logprob)
 
-    def _top(self, entry: TokenLogprobs | None) -> list[schema.LogprobEntry] | None:
+    def _build_top(self, entry: TokenLogprobs | None) -> list[schema.LogprobEntry] | None:
         if entry is None:
             return None
-        return list(map(self._logprob, entry.top_ids, entry.top_logprobs))
+        return list(map(self._build_logprob, entry.top_ids, entry.top_logprobs))
 
-    def _logprob(self, token_id: int, logprob: float | None) -> schema.LogprobEntry:
+    def _build_logprob(self, token_id: int, logprob: float | None) -> schema.LogprobEntry:
         has_text = self._params.return_text_in_logprobs
         text = self._tokenizer.token_text(token_id) if has_text else None
         return None if logprob is None else max(logprob, LEAST_LOGPROB), token_id, text

@@ -87,7 +87,7 @@ def _group_turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, B
         place, role = f"messages[{index}]", message.get("role")
         check_choice(role, _ROLES, f"{place}.role")
         blocks = _read_message_blocks(message, place)
-        if not blocks or (_ends_with_user(message, place) and index < last_user):
+        if not blocks or (_applies_until_user(message, place) and index < last_user):
             continue
         if last is not None and role != last:
             yield last, run
@@ -106,7 +106,7 @@ def _read_message_blocks(message: Mapping[str, Any], place: str) -> Blocks:
     return _read_blocks(content, place)
 
 
-def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
+def _applies_until_user(message: Mapping[str, Any], place: str) -> bool:
     """Return whether the prompt omits `message` if a user message follows it."""
     clear_at = message.get("clear_at")
     if clear_at is not None:

@@ -159,45 +159,47 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
         blocks = [
             block for block in self.blocks if block.is_whole or block.kind is not BlockKind.CALL
         ]
-        message = self._message([self._block(block) for block in blocks])
+        message = self._build_message([self._build_block(block) for block in blocks])
         has_call = any(block.kind is BlockKind.CALL for block in blocks)
         if message.stop_reason == "tool_use" and not has_call:
             return replace(message, stop_reason="end_turn")
         return message
 
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
-        start = b"" if self._has_started else self._start()
+        start = b"" if self._has_started else self._encode_start()
         self._has_started = True
-        return start + b"".join(map(_encode, chain.from_iterable(map(self._events_of, events))))
+        return start + b"".join(map(_encode, chain.from_iterable(map(self._convert, events))))
 
     def end(self) -> bytes:
         stop = schema.StopDelta(self._stop_reason, self.stop_string)
-        return _encode(schema.MessageDelta(stop, self._usage())) + _encode(schema.MessageStop())
+        return _encode(schema.MessageDelta(stop, self._build_usage())) + _encode(
+            schema.MessageStop()
+        )
 
     def failure(self, error: Exception) -> bytes:
         status, answer = log_failure(error, request_id=self._request_id)
         return _encode(build_message_error(status, answer, request_id=self._request_id))
 
-    def _start(self) -> bytes:
-        message = replace(self._message([]), stop_reason=None, stop_sequence=None)
+    def _encode_start(self) -> bytes:
+        message = replace(self._build_message([]), stop_reason=None, stop_sequence=None)
         return _encode(schema.MessageStart(message)) + _PING
 
-    def _events_of(self, event: BlockEvent) -> Iterator[Struct]:
+    def _convert(self, event: BlockEvent) -> Iterator[Struct]:
         block = event.block
         match event.change:
             case "opened":
-                yield schema.BlockStart(block.index, self._block(block, is_empty=True))
+                yield schema.BlockStart(block.index, self._build_block(block, is_empty=True))
             case "grew":
-                delta = self._delta(block, event.text)
+                delta = self._build_delta(block, event.text)
                 if delta is not None:
                     yield schema.BlockDelta(block.index, delta)
             case "closed":
                 if block.kind is BlockKind.REASONING:
-                    signature = schema.SignatureDelta(self._signature(block))
+                    signature = schema.SignatureDelta(self._sign(block))
                     yield schema.BlockDelta(block.index, signature)
                 yield schema.BlockStop(block.index)
 
-    def _delta(
+    def _build_delta(
         self, block: Block, text: str
     ) -> schema.TextDelta | schema.ThinkingDelta | schema.InputJsonDelta | None:
         match block.kind:
@@ -208,11 +210,11 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
             case BlockKind.CALL:
                 return schema.InputJsonDelta(text)
 
-    def _block(self, block: Block, *, is_empty: bool = False) -> schema.ContentBlock:
+    def _build_block(self, block: Block, *, is_empty: bool = False) -> schema.ContentBlock:
         text = "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:
-                signature = "" if is_empty else self._signature(block)
+                signature = "" if is_empty else self._sign(block)
                 return schema.ThinkingBlock("" if self._params.hides_thinking else text, signature)
             case BlockKind.CONTENT:
                 return schema.TextBlock(text)
@@ -222,20 +224,20 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
                 arguments = schema.NO_INPUT if is_empty else msgspec.Raw(text.encode())
                 return schema.ToolUseBlock(call_id, block.call.name, arguments)
 
-    def _signature(self, block: Block) -> str:
+    def _sign(self, block: Block) -> str:
         return self._signer.signature(block.text, is_hidden=self._params.hides_thinking)
 
-    def _message(self, content: list[schema.ContentBlock]) -> schema.MessageAnswer:
+    def _build_message(self, content: list[schema.ContentBlock]) -> schema.MessageAnswer:
         return schema.MessageAnswer(
             id=self.id,
             model=self._model,
             content=content,
             stop_reason=self._stop_reason,
             stop_sequence=self.stop_string,
-            usage=self._usage(),
+            usage=self._build_usage(),
         )
 
-    def _usage(self) -> schema.MessageUsage:
+    def _build_usage(self) -> schema.MessageUsage:
         usage = self.usage
         cached = usage.prompt_tokens_details.cached_tokens
         return schema.MessageUsage(

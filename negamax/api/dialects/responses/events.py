@@ -59,38 +59,36 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._sequence_number = -1
 
     def start(self) -> bytes:
-        return self._state("response.created", self._blank) + self._state(
+        return self._encode_state("response.created", self._blank) + self._encode_state(
             "response.in_progress", self._blank
         )
 
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
         return b"".join(
-            encode_named_event(data.type, data)
-            for event in events
-            for data in self._events_of(event)
+            encode_named_event(data.type, data) for event in events for data in self._convert(event)
         )
 
     def end(self) -> bytes:
-        return self._last(self.response())
+        return self._encode_last(self.response())
 
     def failure(self, error: Exception) -> bytes:
         _, answer = log_failure(error, request_id=self._request_id)
-        return self._last(self.failed(answer.error.message))
+        return self._encode_last(self.failed(answer.error.message))
 
-    def _last(self, response: items.ResponseAnswer) -> bytes:
+    def _encode_last(self, response: items.ResponseAnswer) -> bytes:
         self._keep(response)
-        return self._state(f"response.{response.status}", response)
+        return self._encode_state(f"response.{response.status}", response)
 
     def failed(self, message: str) -> items.ResponseAnswer:
         return replace(
             self._blank,
             status="failed",
             error=items.ResponseError("server_error", message),
-            output=self._items(),
+            output=self._build_items(),
         )
 
     def cancelled(self) -> items.ResponseAnswer:
-        return replace(self._blank, status="cancelled", output=self._items())
+        return replace(self._blank, status="cancelled", output=self._build_items())
 
     def response(self) -> items.ResponseAnswer:
         usage = self.usage
@@ -102,7 +100,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             incomplete_details=items.IncompleteDetails("max_output_tokens")
             if is_truncated
             else None,
-            output=self._items(),
+            output=self._build_items(),
             usage=items.ResponseUsage(
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=items.InputTokensDetails(
@@ -116,37 +114,37 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             ),
         )
 
-    def _items(self) -> list[items.OutputItem]:
+    def _build_items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # Assign logprobs to the blocks in the order of the answer.
-        return [self._final_item(block) for block in self.blocks]
+            self._list_logprobs(block)  # Assign logprobs to the blocks in the order of the answer.
+        return [self._build_final_item(block) for block in self.blocks]
 
-    def _final_item(self, block: Block) -> items.OutputItem:
-        return self._item(block, "completed" if block.is_whole else "incomplete")
+    def _build_final_item(self, block: Block) -> items.OutputItem:
+        return self._build_item(block, "completed" if block.is_whole else "incomplete")
 
     def _read_logprobs(self) -> None:
         if self._found_logprobs is not None:
             self._found_logprobs.add(self.take_logprobs())
 
-    def _of_block(self, block: Block) -> list[ChatLogprob]:
+    def _list_logprobs(self, block: Block) -> list[ChatLogprob]:
         return [] if self._found_logprobs is None else self._found_logprobs.list_tokens(block)
 
-    def _state(self, kind: str, response: items.ResponseAnswer) -> bytes:
+    def _encode_state(self, kind: str, response: items.ResponseAnswer) -> bytes:
         return encode_named_event(kind, self._event(items.ResponseEvent, kind, response=response))
 
     def _event(self, model: type[EventT], kind: str, **fields: Any) -> EventT:
         self._sequence_number += 1
         return model(type=kind, sequence_number=self._sequence_number, **fields)
 
-    def _id(self, block: Block) -> str:
+    def _get_id(self, block: Block) -> str:
         while len(self._ids) <= block.index:
             kind = self.blocks[len(self._ids)].kind
             self._ids.append(self._new_id(_ID_PREFIXES[kind]))
         return self._ids[block.index]
 
-    def _item(self, block: Block, status: str, *, is_empty: bool = False) -> items.OutputItem:
-        item_id, text = self._id(block), "" if is_empty else block.text
+    def _build_item(self, block: Block, status: str, *, is_empty: bool = False) -> items.OutputItem:
+        item_id, text = self._get_id(block), "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:
                 encrypted: str | UnsetType | None = UNSET
@@ -164,7 +162,9 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 return items.MessageItem(
                     item_id,
                     status,
-                    [] if is_empty else [items.OutputText(text, logprobs=self._of_block(block))],
+                    []
+                    if is_empty
+                    else [items.OutputText(text, logprobs=self._list_logprobs(block))],
                 )
             case BlockKind.CALL:
                 assert block.call is not None
@@ -184,7 +184,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                     item_id, status, call_id, name, text, namespace
                 )
 
-    def _events_of(self, event: BlockEvent) -> Iterator[Any]:
+    def _convert(self, event: BlockEvent) -> Iterator[Any]:
         block = event.block
         self._read_logprobs()
         match event.change:
@@ -197,10 +197,12 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 if self._has_own_item(block):  # The type of the item depends on the whole call.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
-                yield self._item_event(block, "done", self._final_item(block))
+                yield self._item_event(block, "done", self._build_final_item(block))
 
     def _added(self, block: Block, *, is_empty: bool) -> items.ItemEvent:
-        return self._item_event(block, "added", self._item(block, "in_progress", is_empty=is_empty))
+        return self._item_event(
+            block, "added", self._build_item(block, "in_progress", is_empty=is_empty)
+        )
 
     def _item_event(self, block: Block, moment: str, item: items.OutputItem) -> items.ItemEvent:
         kind = f"response.output_item.{moment}"
@@ -241,7 +243,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                     )
                     yield self._summary_part(block, "done", text)
             case BlockKind.CONTENT:
-                logprobs = self._of_block(block)
+                logprobs = self._list_logprobs(block)
                 yield self._text(
                     block, "output_text.done", content_index=0, text=text, logprobs=logprobs
                 )
@@ -258,18 +260,18 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 name = block.call.name if tool is None else tool.name
                 yield self._text(block, "function_call_arguments.done", arguments=text, name=name)
 
-    def _kind(self, block: Block) -> str | None:
+    def _get_kind(self, block: Block) -> str | None:
         tool = None if block.call is None else self._tools.get(block.call.name)
         return None if tool is None else tool.kind
 
     def _is_custom(self, block: Block) -> bool:
-        return self._kind(block) == "custom"
+        return self._get_kind(block) == "custom"
 
     def _has_own_item(self, block: Block) -> bool:
-        return self._kind(block) in CLIENT_TOOLS
+        return self._get_kind(block) in CLIENT_TOOLS
 
     def _growth(self, model: type[GrowthT], block: Block, kind: str, **fields: Any) -> GrowthT:
-        place = {"item_id": self._id(block), "output_index": block.index}
+        place = {"item_id": self._get_id(block), "output_index": block.index}
         return self._event(model, f"response.{kind}", **place, **fields)
 
     def _text(self, block: Block, kind: str, **fields: Any) -> items.TextEvent:
@@ -278,7 +280,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _part(self, block: Block, moment: str, text: str) -> items.PartEvent:
         part: items.OutputText | items.ReasoningText = items.ReasoningText(text)
         if block.kind is not BlockKind.REASONING:
-            logprobs = self._of_block(block) if moment == "done" else []
+            logprobs = self._list_logprobs(block) if moment == "done" else []
             part = items.OutputText(text, logprobs=logprobs)
         return self._growth(items.PartEvent, block, f"content_part.{moment}", part=part)
 

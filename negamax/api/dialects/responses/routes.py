@@ -90,12 +90,12 @@ def make_responses_router(context: ApiContext) -> APIRouter:
         """Return a stored response."""
         if http.query_params.get("stream", "false").lower() == "true":
             refuse("stream", "a stored response cannot be streamed again; leave the field out")
-        return _json_bytes(responses.fetched(response_id, get_tenant(http)))
+        return _json_bytes(responses.fetch(response_id, get_tenant(http)))
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(http: Request, response_id: str) -> Response:
         """List the input items of a response. The query may have `order`, `limit` and `after`."""
-        kept = responses.kept(response_id, get_tenant(http))
+        kept = responses.get(response_id, get_tenant(http))
         items, query = kept.turn.input_items, http.query_params
         page = await run_off_loop(
             lambda: build_page(decode_items(items), query, response_id=response_id),
@@ -155,15 +155,15 @@ class _Responses:
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )
 
-    def kept(self, response_id: str, tenant: str) -> StoredResponse:
+    def get(self, response_id: str, tenant: str) -> StoredResponse:
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
             raise _build_unknown_error(response_id, param="response_id", code="response_not_found")
         return kept
 
-    def fetched(self, response_id: str, tenant: str) -> bytes:
+    def fetch(self, response_id: str, tenant: str) -> bytes:
         """Return a stored response as JSON. Raises `NotFoundError` if the response is unknown."""
-        body = self.kept(response_id, tenant).body
+        body = self.get(response_id, tenant).body
         if response_id in self._awaited:
             self._awaited[response_id].set()
         return body
@@ -177,7 +177,7 @@ class _Responses:
         if params.top_logprobs > most:
             refuse("top_logprobs", f"{params.top_logprobs} is not allowed; send 0 to {most}")
         prepared = await self._prepare(request)
-        blank = self._blank(params, model=model, turn=prepared.turn)
+        blank = self._build_blank(params, model=model, turn=prepared.turn)
         keep = partial(
             self._keep,
             tenant=get_tenant(request.http),
@@ -223,15 +223,17 @@ class _Responses:
 
     async def _prepare(self, request: ApiRequest[ResponsesRequest]) -> _Prepared:
         params, tenant = request.params, get_tenant(request.http)
-        parent = self._parent(params.previous_response_id, tenant)
-        given, num_bytes = await self._given(params, tenant, num_bytes=request.num_bytes)
+        parent = self._get_parent(params.previous_response_id, tenant)
+        given, num_bytes = await self._resolve_references(
+            params, tenant, num_bytes=request.num_bytes
+        )
         if parent is not None:
             num_bytes += parent.total_bytes
             self._check_chain(parent, num_bytes=num_bytes)
             get_share(request.http).take(parent.total_bytes)
 
         def prepare() -> tuple[ResponsesRequest, Turn, bytes]:
-            in_effect, turn = self._turn(params, parent, given)
+            in_effect, turn = self._build_turn(params, parent, given)
             keeps = self._context.engine.info.vision is not None
             shown = encode_shown(given, keeps_images=keeps) if params.store else b"[]"
             return in_effect, turn, shown
@@ -252,7 +254,7 @@ class _Responses:
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Delete a response, and abort it if it runs. Raises `NotFoundError` for an unknown id."""
-        self.kept(response_id, tenant)
+        self.get(response_id, tenant)
         task = self._running.pop(response_id, None)
         if task is not None:
             task.cancel()
@@ -263,7 +265,7 @@ class _Responses:
 
         Raises `NotFoundError` for an unknown id, `InvalidRequestError` for a foreground response.
         """
-        response = msgspec.json.decode(self.kept(response_id, tenant).body)
+        response = msgspec.json.decode(self.get(response_id, tenant).body)
         if not response["background"]:
             raise InvalidRequestError(
                 "the response does not run in the background; close its connection to end it",
@@ -274,7 +276,7 @@ class _Responses:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        return self.kept(response_id, tenant).body
+        return self.get(response_id, tenant).body
 
     async def _run(
         self,
@@ -294,9 +296,9 @@ class _Responses:
             keep(response)
             is_answer = response.status in ("completed", "incomplete")
             if self._context.lifecycle.is_draining and is_answer:
-                await self._until_fetched(blank.id)
+                await self._wait_until_fetched(blank.id)
 
-    async def _until_fetched(self, response_id: str) -> None:
+    async def _wait_until_fetched(self, response_id: str) -> None:
         """Wait a few seconds for the client to fetch a response before the server stops."""
         fetched = self._awaited[response_id] = asyncio.Event()
         with suppress(TimeoutError):
@@ -320,7 +322,7 @@ class _Responses:
             StoredResponse(encode(response), turn, [item.id for item in response.output], tenant),
         )
 
-    def _parent(self, response_id: str | None, tenant: str) -> StoredTurn | None:
+    def _get_parent(self, response_id: str | None, tenant: str) -> StoredTurn | None:
         if response_id is None:
             return None
         kept = self._store.get(response_id, tenant=tenant)
@@ -332,7 +334,7 @@ class _Responses:
             refuse("previous_response_id", f"{response_id} still runs; wait until it is complete")
         return kept.turn
 
-    async def _given(
+    async def _resolve_references(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
         """Return the input with references replaced by items, and the request's size in bytes."""
@@ -344,7 +346,7 @@ class _Responses:
             if item.get("type", "item_reference" if item.keys() == {"id"} else None)
             == "item_reference"
         }
-        found = await self._items(
+        found = await self._find_items(
             {item_id for item_id in references.values() if isinstance(item_id, str)}, tenant
         )
         given = list(params.input)
@@ -364,7 +366,7 @@ class _Responses:
             )
         return given, num_bytes
 
-    async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
+    async def _find_items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
         """Map item ids to output items of responses that this and other server processes store."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
@@ -376,7 +378,7 @@ class _Responses:
             found |= await self._context.peers.ask(_ITEMS, asked, of=owner)
         return found
 
-    def _turn(
+    def _build_turn(
         self, params: ResponsesRequest, parent: StoredTurn | None, given: list[Item]
     ) -> tuple[ResponsesRequest, Turn]:
         earlier = [] if parent is None else parent.conversation()
@@ -415,7 +417,7 @@ class _Responses:
         )
         return params, turn
 
-    def _blank(self, params: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
+    def _build_blank(self, params: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
         info = self._context.engine.info
         resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
         assert resolved.temperature is not None and resolved.top_p is not None
