@@ -6,7 +6,7 @@ from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import QUOTED_NAMES
-from negamax.options.flags import check_options, flag_name, option
+from negamax.options.flags import check_options, flag_name, option, optional
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DATASETS = ("random", "prefix_repetition", "sharegpt", "agent", "custom")
@@ -33,19 +33,12 @@ FOREIGN_DATASETS = {
     ),
     **dict.fromkeys(("random-rerank",), "the server has no rerank route; use random"),
 }
-BACKENDS = {  # backend -> API route of requests; None: the dataset selects the route
-    "openai": None,
-    "vllm": None,
-    "sglang": None,
-    "sglang-native": None,
-    "sglang-oai": None,
-    "lmdeploy": None,
-    "llama.cpp": None,
+# backend -> API route of requests; None: the dataset selects the route
+BACKENDS: dict[str, str | None] = {
+    **dict.fromkeys(("openai", "vllm", "sglang", "sglang-native", "sglang-oai")),
+    **dict.fromkeys(("lmdeploy", "llama.cpp")),
     "openai-completions": COMPLETIONS,
-    "openai-chat": CHAT,
-    "vllm-chat": CHAT,
-    "sglang-oai-chat": CHAT,
-    "lmdeploy-chat": CHAT,
+    **dict.fromkeys(("openai-chat", "vllm-chat", "sglang-oai-chat", "lmdeploy-chat"), CHAT),
 }
 RANGE_RULES = ("auto", "vllm", "sglang")
 PROMPT_FORMATS = ("auto", "ids", "text")
@@ -59,8 +52,7 @@ SERVER, LOAD, WORKLOAD, SAMPLING, OUTPUT = "Server", "Load", "Workload", "Sampli
 class BenchOptions:
     """Options of one run. Lengths are in tokens, rates in 1/s, and times in seconds."""
 
-    base_url: str | None = option(
-        None,
+    base_url: str | None = optional(
         "Set the URL of the server, such as http://127.0.0.1:8000. Default: --host and --port.",
         panel=SERVER,
     )
@@ -69,15 +61,14 @@ class BenchOptions:
     backend: str = option(
         "openai", "Choose the API. Names with -chat use chat completions.", choices=tuple(BACKENDS)
     )
-    endpoint: str | None = option(
-        None,
+    endpoint: str | None = optional(
         "Send requests to /v1/completions or /v1/chat/completions. Default: selected by --backend "
-        "and the dataset.",
+        "and the dataset."
     )
-    model: str | None = option(
-        None, "Set the model. Default: the first entry of /v1/models.", also="--served-model-name"
+    model: str | None = optional(
+        "Set the model. Default: the first entry of /v1/models.", also="--served-model-name"
     )
-    api_key: str | None = option(None, "Send this bearer token. Default: $OPENAI_API_KEY.")
+    api_key: str | None = optional("Send this bearer token. Default: $OPENAI_API_KEY.")
     headers: tuple[str, ...] = option(
         (), "Add the header NAME=VALUE to each request (repeatable).", "--header"
     )
@@ -113,14 +104,12 @@ class BenchOptions:
     dataset_name: str = option(
         "random", f"Choose the dataset: {', '.join(DATASETS)}.", panel=WORKLOAD
     )
-    dataset_path: str | None = option(
-        None,
-        "Read requests from this file: ShareGPT JSON, or JSONL for the datasets custom and agent.",
+    dataset_path: str | None = optional(
+        "Read requests from this file: ShareGPT JSON, or JSONL for the datasets custom and agent."
     )
-    tokenizer: str | None = option(
-        None,
+    tokenizer: str | None = optional(
         f"Use this tokenizer to draw prompt ids, and to count tokens of ShareGPT and of "
-        f"generated texts. Set a folder, a hub id, or {QUOTED_NAMES}.",
+        f"generated texts. Set a folder, a hub id, or {QUOTED_NAMES}."
     )
     prompt_format: str = option(
         "auto",
@@ -155,11 +144,11 @@ class BenchOptions:
     prefix_repetition_output_len: int = option(
         128, "Set the number of output tokens.", also="--gsp-output-len", least=1
     )
-    sharegpt_output_len: int | None = option(
-        None, "Set the number of output tokens. Default: the recorded answer's length.", least=1
+    sharegpt_output_len: int | None = optional(
+        "Set the number of output tokens. Default: the recorded answer's length.", least=1
     )
-    sharegpt_context_len: int | None = option(
-        None, "Skip conversations with more tokens. Default: the model's context length.", least=1
+    sharegpt_context_len: int | None = optional(
+        "Skip conversations with more tokens. Default: the model's context length.", least=1
     )
     custom_output_len: int = option(
         256, "Set max_tokens of recorded requests that set no limit.", least=1
@@ -192,13 +181,13 @@ class BenchOptions:
     disable_ignore_eos: bool = option(
         False, "End answers at end tokens, which sglang backends ignore by default."
     )
-    temperature: float | None = option(None, "Set the temperature (default: set by the server).")
-    top_p: float | None = option(None, "Set the nucleus probability (default: set by the server).")
-    top_k: int | None = option(None, "Sample from the top k tokens (default: set by the server).")
-    min_p: float | None = option(None, "Exclude tokens below this fraction of the top probability.")
-    frequency_penalty: float | None = option(None, "Penalize tokens by their count in the answer.")
-    presence_penalty: float | None = option(None, "Penalize tokens that occur in the answer.")
-    repetition_penalty: float | None = option(None, "Penalize repeated tokens by this factor.")
+    temperature: float | None = optional("Set the temperature (default: set by the server).")
+    top_p: float | None = optional("Set the nucleus probability (default: set by the server).")
+    top_k: int | None = optional("Sample from the top k tokens (default: set by the server).")
+    min_p: float | None = optional("Exclude tokens below this fraction of the top probability.")
+    frequency_penalty: float | None = optional("Penalize tokens by their count in the answer.")
+    presence_penalty: float | None = optional("Penalize tokens that occur in the answer.")
+    repetition_penalty: float | None = optional("Penalize repeated tokens by this factor.")
     extra_body: dict[str, Any] = option(
         {}, "Merge this JSON object into each request.", is_json=True
     )
@@ -213,7 +202,7 @@ class BenchOptions:
         choices=ITL_RULES,
         panel=OUTPUT,
     )
-    label: str | None = option(None, "Set a label for the result file and its content.")
+    label: str | None = optional("Set a label for the result file and its content.")
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

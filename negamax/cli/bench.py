@@ -1,6 +1,5 @@
 """`negamax bench` and its command `accuracy`. Other benchmarks are in `bench_*.py`."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +100,7 @@ def accuracy(
     log.setup(engine.log_level, engine.log_format)
     console = Console(markup=False)  # brackets in answers are not markup
     results, counted = [], NO_DRAFTS
-    options = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    options |= {"model": engine.model or "nano", "chat_template": chat_template}
+    options = vars(engine) | {"model": engine.model or "nano", "chat_template": chat_template}
     with LLM(**options) as llm:
         for name in suite or DEFAULT_SUITES:
             columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

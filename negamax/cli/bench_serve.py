@@ -76,7 +76,7 @@ def command(
     files = _Files(folder, result_filename, detailed=save_detailed, plot=plot)
     if files.folder is not None:
         check_result(files.folder / (files.name or "negamax.json"), flag="--result-dir")
-    _run_all(options, loads, files, shows_progress=not disable_tqdm)
+    _run_all(options, loads, files, shown=not disable_tqdm)
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ class _Files:
 
 
 def _run_all(
-    options: BenchOptions,
-    loads: Sequence[tuple[int | None, int]],
-    files: _Files,
-    *,
-    shows_progress: bool,
+    options: BenchOptions, loads: Sequence[tuple[int | None, int]], files: _Files, *, shown: bool
 ) -> None:
     """Measure each load, print and write its result, and compare the results of all loads."""
     from negamax.bench import plots, serve_report
@@ -106,7 +102,7 @@ def _run_all(
         seed = options.seed + number
         load: dict[str, Any] = {"max_concurrency": concurrency, "num_prompts": count}
         one = dataclasses.replace(options, **load, seed=seed)
-        measured, summary = _measure(one, shown=shows_progress)
+        measured, summary = _measure(one, shown=shown)
         print(serve_report.block(summary, one))
         document = serve_report.document(measured, one, summary, detailed=files.detailed)
         if files.folder is not None:

@@ -97,16 +97,9 @@ def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
 def _judge_models(probe: dict[str, Any]) -> list[ModelVerdict]:
     from negamax.cli.doctor_models import Gpu, Machine, verdicts
 
-    gpus = tuple(
-        Gpu(
-            gpu["name"],
-            gpu["total_bytes"],
-            gpu["free_bytes"],
-            tuple(gpu["capability"]),
-            gpu["amd_arch"],
-        )
-        for gpu in probe["gpus"]
-    )
+    names = [field.name for field in dataclasses.fields(Gpu)]
+    found = (gpu | {"capability": tuple(gpu["capability"])} for gpu in probe["gpus"])
+    gpus = tuple(Gpu(**{name: each[name] for name in names}) for each in found)
     disk = free_disk(hub_folder())
     return verdicts(Machine(gpus, env.available_memory(), probe["cpu_bfloat16"], disk))
 

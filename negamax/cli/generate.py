@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +71,8 @@ def command(
     check_sampling(sampling, engine)
     from negamax import LLM  # this imports torch, which takes seconds; --help needs no torch
 
-    options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     with loading(engine.model):
-        llm = LLM(**options, chat_template=chat_template)
+        llm = LLM(**vars(engine), chat_template=chat_template)
     with llm:
         chats = [[{"role": "user", "content": text}] for text in prompts]
         generations = llm.generate(prompts, sampling) if raw else llm.chat(chats, sampling)

@@ -2,9 +2,10 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from negamax.options.engine import KV_CACHE_DTYPES, MAX_HOST_GIB, EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Drafts, Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
-from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
+from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
 from negamax.planner.topology import LIMITS, Topology
 from negamax.quantization import online
 
@@ -108,7 +109,7 @@ def command(
     sizes = {"max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
     names: dict[str, Any] = {"revision": revision, "quantization": quantization}
     names["encoder_cache_tokens"] = encoder_cache_tokens
-    given = json_object("--speculative-config", speculative_config or "{}") or None
+    given = json_object("--speculative-config", speculative_config) or None
     names |= {"speculative_config": given, "kv_offloading_size": kv_offloading_size or None}
     engine = EngineOptions(_bundled(model), **names, **dtypes, **sizes)  # type: ignore[arg-type]
     spec, ranks, drafts = _model(engine)
@@ -366,12 +367,11 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec, *, remedy: str | 
 
 def _print_refused(plan: Plan) -> None:
     """Print why topologies do not run: the smallest lack of memory, and a few other reasons."""
-    short = sorted(
-        (each for each in plan.refused if each.missing_bytes), key=lambda each: each.missing_bytes
-    )
-    others = [each for each in plan.refused if not each.missing_bytes]
-    reasons = list(_by_reason([*short, *others]).items())
-    num_short = len(_by_reason(short))
+    by_reason: dict[str, list[str]] = {}
+    for each in sorted(plan.refused, key=lambda each: each.missing_bytes or inf):
+        by_reason.setdefault(each.reason, []).append(each.topology.label)
+    reasons = list(by_reason.items())
+    num_short = len({each.reason for each in plan.refused if each.missing_bytes})
     shown = [*reasons[: min(1, num_short)], *reasons[num_short : num_short + _MOST_REASONS]]
     if shown:
         print("\nTopologies that do not run")
@@ -412,10 +412,3 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"Only these splits were measured, on up to {MEASURED_RANKS} GPUs: tensor parallelism, "
             f"and PP2, PP2 TP2, DP2 EP2 and DP4 EP4 of MiniMax-M2 (docs/performance.md)."
         )
-
-
-def _by_reason(refused: Sequence[Refused]) -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for each in refused:
-        found.setdefault(each.reason, []).append(each.topology.label)
-    return found

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ def _unknown_variables(names: OptionNames) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace other servers' options by Negamax options. A Negamax option that is given wins."""
+    """Replace other servers' options by Negamax options. Given Negamax options take precedence."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -236,7 +236,7 @@ def _translated(
     refusals: list[str] = []
     for place, level in enumerate(levels):
         instead, over = [], []
-        for item in _once_each([item for item in level if item.name not in names.own], names):
+        for item in _once_each((item for item in level if item.name not in names.own), names):
             entry = names.foreign[item.name]
             translation = entry.translate(item.parsed(entry.kind), line)
             if translation.refusal is not None:
@@ -255,12 +255,12 @@ def _translated(
     return own
 
 
-def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
-    """Merge the given values of each option name."""
+def _once_each(items: Iterable[Given], names: OptionNames) -> list[Given]:
+    """Merge the given values of each option."""
     found: dict[str, Given] = {}
     for item in items:
-        before = found.get(item.name)
-        found[item.name] = item if before is None else merged(before, item, names.kind(item.name))
+        key = names.parameter(item.name)
+        found[key] = merged(found[key], item, names.kind(item.name)) if key in found else item
     return list(found.values())
 
 
@@ -271,19 +271,11 @@ def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, 
     """Return each option's value in the last level that sets it; lists of all levels are joined."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
-        found: dict[str, Given] = {}
-        for item in level:
-            option = names.own[item.name]
-            before = found.get(option.name)
-            found[option.name] = item if before is None else merged(before, item, option.kind)
-        for name, item in found.items():
-            option = names.own[item.name]
-            choice = OptionValue(_words(item, names), item.source)
-            if option.adds_up and name in chosen:
-                lower = chosen[name]
-                source = f"{lower.source}, {choice.source}"
-                choice = OptionValue((*lower.words, *choice.words), source)
-            chosen[name] = choice
+        for item in _once_each(level, names):
+            option, words, source = names.own[item.name], _words(item, names), item.source
+            if option.adds_up and (lower := chosen.get(option.name)) is not None:
+                words, source = (*lower.words, *words), f"{lower.source}, {source}"
+            chosen[option.name] = OptionValue(words, source)
     return chosen
 
 

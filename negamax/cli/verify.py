@@ -63,17 +63,9 @@ def command(
 
     check_choice("--thinking", thinking, _THINKING)
     client = connect(url, api_key=find_key(api_key), timeout=timeout)
-    rows = asyncio.run(
-        verify(
-            client,
-            model=model,
-            thinking=thinking,
-            suite=suite,
-            concurrency=concurrency,
-            timeout=timeout,
-            repeat=repeat,
-        )
-    )
+    limits: dict[str, Any] = {"concurrency": concurrency, "timeout": timeout, "repeat": repeat}
+    verified = verify(client, model=model, thinking=thinking, suite=suite, **limits)
+    rows = asyncio.run(verified)
     print(render(rows))
     documents = [row.as_dict() for row in rows]
     write_json(json_file, {"url": url, "is_met": is_met(rows), "rows": documents})

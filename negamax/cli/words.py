@@ -121,6 +121,10 @@ class OptionNames:
                 self.own.setdefault(name, option)
         self.foreign = foreign
 
+    def parameter(self, name: str) -> str:
+        """Return the command's parameter that `name` sets, or a foreign option's `name`."""
+        return self.own[name].name if name in self.own else name
+
     def kind(self, name: str) -> Kind:
         """Return the kind of values that option `name` has."""
         return self.own[name].kind if name in self.own else self.foreign[name].kind
@@ -163,7 +167,7 @@ def split(words: Sequence[str], names: OptionNames) -> Line:
 
 
 def take_model(line: Line, names: OptionNames) -> Line:
-    """If MODEL is missing, an option with several values gives its last value to MODEL."""
+    """Use the last value of the last option with several values as MODEL, which is missing."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
         takes_many = item.name in names.own and names.own[item.name].takes_many
@@ -243,7 +247,7 @@ class _Reader:
         """
         start, own = written.replace("_", "-"), self.names.own
         found = {
-            own[name].name if name in own else name: name
+            self.names.parameter(name): name
             for name in (*self.names.foreign, *own)
             if len(start) > _SHORTEST and name.startswith(start)
         }

@@ -7,7 +7,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.base.unicode import valid_unicode
 from negamax.options.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
-from negamax.options.flags import check_keys, check_options, flag_name, option
+from negamax.options.flags import check_keys, check_options, flag_name, option, optional
 from negamax.options.kv_events import KvEventsConfig
 from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
@@ -55,21 +55,18 @@ class EngineOptions:
 
     model: str = field(kw_only=False)  # folder, hub id, built-in name, or bundled specification
 
-    revision: str | None = option(
-        None, "Load this branch, tag or commit of a hub model.", panel=MODEL
-    )
+    revision: str | None = optional("Load this branch, tag or commit of a hub model.", panel=MODEL)
     source: str = option(
         "auto",
         "Choose the hub for downloads; auto selects Hugging Face, or ModelScope if "
         "NEGAMAX_USE_MODELSCOPE=1 is set.",
         choices=SOURCES,
     )
-    download_dir: str | None = option(
-        None, "Download models to this folder (default: the cache folder of the hub)."
+    download_dir: str | None = optional(
+        "Download models to this folder (default: the cache folder of the hub)."
     )
-    script: str | None = option(
-        None,
-        "Run no model, but answer by the rules in this TOML file or in the bundled file 'agents'.",
+    script: str | None = optional(
+        "Run no model, but answer by the rules in this TOML file or in the bundled file 'agents'."
     )
     dtype: str = option(
         "auto",
@@ -83,11 +80,10 @@ class EngineOptions:
         "without a checkpoint.",
         choices=LOAD_FORMATS,
     )
-    weight_cache: str | None = option(
-        None, "Store each rank's weights in this folder, so that the next start loads faster."
+    weight_cache: str | None = optional(
+        "Store each rank's weights in this folder, so that the next start loads faster."
     )
-    quantization: str | None = option(
-        None,
+    quantization: str | None = optional(
         "Check that a quantized checkpoint has this format, or quantize an unquantized "
         "checkpoint to this format while loading (default: keep the format of the checkpoint).",
         "-q",
@@ -95,19 +91,17 @@ class EngineOptions:
     device: str = option(
         "auto", "Run on this device; auto selects cuda if there is a GPU.", choices=DEVICES
     )
-    num_hidden_layers: int | None = option(
-        None, "Build only this many layers; this option needs --load-format synthetic.", least=1
+    num_hidden_layers: int | None = optional(
+        "Build only this many layers; this option needs --load-format synthetic.", least=1
     )
-    max_model_len: int | None = option(
-        None,
+    max_model_len: int | None = optional(
         "Limit the prompt and output tokens of a request together (default: the model's context "
         "length); lower the limit if the KV cache does not fit into memory.",
         also="--context-length",
         least=2,
         is_count=True,
     )
-    override_generation_config: dict[str, Any] | None = option(
-        None,
+    override_generation_config: dict[str, Any] | None = optional(
         "Override these fields of generation_config.json: eos_token_id, temperature, top_p, "
         "top_k, min_p, repetition_penalty, do_sample.",
         also="--preferred-sampling-params",
@@ -121,15 +115,13 @@ class EngineOptions:
         most=2**63 - 1,
     )
 
-    max_num_seqs: int | None = option(
-        None,
+    max_num_seqs: int | None = optional(
         "Limit the sequences in one step to save memory (default: 256 on GPUs, 64 on CPUs).",
         also="--max-running-requests",
         is_count=True,
         panel=MEMORY,
     )
-    max_num_batched_tokens: int | None = option(
-        None,
+    max_num_batched_tokens: int | None = optional(
         "Limit the tokens in one step (default: 8192 on GPUs, 2048 on CPUs); lower the limit if "
         "long prompts slow the decoding of other requests.",
         also="--chunked-prefill-size",
@@ -141,21 +133,18 @@ class EngineOptions:
         also="--max-num-queued-reqs",
         least=1,
     )
-    max_queued_tokens: int | None = option(
-        None,
+    max_queued_tokens: int | None = optional(
         "Refuse new requests (status 429) while the prompts of waiting requests have this many "
         "tokens (default: 4 times the tokens that fit into the KV cache).",
         also="--max-num-queued-tokens",
         is_count=True,
     )
-    block_size: int | None = option(
-        None,
+    block_size: int | None = optional(
         "Set the number of tokens in a KV block (default: 64 on GPUs, 16 on CPUs).",
         also="--page-size",
         is_count=True,
     )
-    kv_cache_memory: int | None = option(
-        None,
+    kv_cache_memory: int | None = optional(
         "Reserve this much memory for the KV cache of each rank, such as 4GiB (default: the rest "
         "of the allowed GPU memory, or a part of main memory on CPUs).",
         also="--kv-cache-memory-bytes",
@@ -186,8 +175,7 @@ class EngineOptions:
         above=0,
         most=1,
     )
-    num_kv_blocks: int | None = option(
-        None,
+    num_kv_blocks: int | None = optional(
         "Set the number of KV blocks; this option overrides --kv-cache-memory.",
         also="--num-gpu-blocks-override",
         is_count=True,
@@ -198,15 +186,13 @@ class EngineOptions:
         least=0,
         most=2**20,
     )
-    kv_offloading_size: float | None = option(
-        None,
+    kv_offloading_size: float | None = optional(
         "Store KV blocks also in main memory, so that later requests can reuse evicted blocks. The "
         "value is the total GiB for all ranks of an engine (default: no main memory).",
         above=0,
         most=MAX_HOST_GIB,
     )
-    kv_offloading_ratio: float | None = option(
-        None,
+    kv_offloading_ratio: float | None = optional(
         "Reserve main memory for this many KV blocks per block of the KV cache.",
         above=0,
         most=MAX_HOST_GIB,
@@ -223,8 +209,8 @@ class EngineOptions:
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
     )
-    kv_offloading_path: str | None = option(
-        None, "Copy KV blocks from main memory to files in this folder, for use after a restart."
+    kv_offloading_path: str | None = optional(
+        "Copy KV blocks from main memory to files in this folder, for use after a restart."
     )
     kv_offloading_path_size: float = option(
         64.0,
@@ -232,14 +218,12 @@ class EngineOptions:
         above=0,
         most=MAX_FILE_GIB,
     )
-    kv_events_config: dict[str, Any] | None = option(
-        None,
+    kv_events_config: dict[str, Any] | None = optional(
         "Publish the contents of the prefix cache to routers. docs/kv-events.md lists the JSON "
         "keys, such as enable_kv_cache_events and endpoint.",
         is_json=True,
     )
-    kv_transfer_config: dict[str, Any] | None = option(
-        None,
+    kv_transfer_config: dict[str, Any] | None = optional(
         "Exchange KV blocks with other engines. docs/disaggregation.md lists the JSON keys.",
         is_json=True,
     )
@@ -257,8 +241,7 @@ class EngineOptions:
         "Disable CUDA graphs, so that the server starts sooner but decodes more slowly.",
         also="--disable-cuda-graph",
     )
-    max_cudagraph_capture_size: int | None = option(
-        None,
+    max_cudagraph_capture_size: int | None = optional(
         "Set the largest batch size of captured CUDA graphs (default: --max-num-seqs).",
         also="--cuda-graph-max-bs --cuda-graph-max-bs-decode",
         is_count=True,
@@ -273,8 +256,7 @@ class EngineOptions:
         20, "Limit the number of log-probabilities per token that a request may get.", least=0
     )
 
-    speculative_config: dict[str, Any] | None = option(
-        None,
+    speculative_config: dict[str, Any] | None = optional(
         "Enable speculative decoding. docs/speculation.md lists the JSON keys, such as method "
         "(eagle3, dspark, dflash, ngram), model and num_speculative_tokens.",
         "-sc",
@@ -298,8 +280,7 @@ class EngineOptions:
     enable_expert_parallel: bool = option(
         False, "Place whole experts on each rank, instead of a shard of every expert.", "-ep"
     )
-    expert_parallel_size: int | None = option(
-        None,
+    expert_parallel_size: int | None = optional(
         "Split the experts over this many ranks (default: 1, or all ranks with "
         "--enable-expert-parallel).",
         also="--ep-size --ep",
@@ -311,8 +292,8 @@ class EngineOptions:
         "-pp",
         also="--pp-size",
     )
-    pp_layer_partition: str | None = option(
-        None, "Set the layers per pipeline stage, such as 16,16,15,15 (default: an even split)."
+    pp_layer_partition: str | None = optional(
+        "Set the layers per pipeline stage, such as 16,16,15,15 (default: an even split)."
     )
     enable_dynamic_chunking: bool = option(
         True, "Disable dynamic chunking: pipeline stages then get prompt chunks of equal length."
@@ -347,16 +328,14 @@ class EngineOptions:
         "context parallelism).",
         also="-dcp --dcp-size",
     )
-    cp_kv_cache_interleave_size: int | None = option(
-        None,
+    cp_kv_cache_interleave_size: int | None = optional(
         "With -dcp, let each rank in turn store the KV cache of this many consecutive tokens. The "
-        "only valid value is the block size, which is also the default.",
+        "only valid value is the block size, which is also the default."
     )
     enable_eplb: bool = option(
         False, "Move experts between ranks while serving, to balance the load of the ranks."
     )
-    eplb_config: dict[str, Any] | None = option(
-        None,
+    eplb_config: dict[str, Any] | None = optional(
         "Configure --enable-eplb. docs/parallelism.md lists the JSON keys, such as window_size, "
         "step_interval and num_redundant_experts.",
         is_json=True,
@@ -371,8 +350,7 @@ class EngineOptions:
         "Assign experts to ranks at start. trivial assigns consecutive experts to each rank; JSON "
         "text or a JSON file sets logical_count or physical_to_logical_map.",
     )
-    num_threads: int | None = option(
-        None,
+    num_threads: int | None = optional(
         "Set the number of CPU threads of each rank (default: an equal part of the cores; if a "
         "machine has three or more cores, one core stays free).",
         most=MAX_THREADS,
@@ -386,14 +364,13 @@ class EngineOptions:
         panel=NODES,
     )
     node_rank: int = option(0, "Set the index of this machine; machine 0 runs the API server.")
-    master_addr: str | None = option(None, "Set the address at which nodes reach node 0.")
+    master_addr: str | None = optional("Set the address at which nodes reach node 0.")
     master_port: int = option(
         MASTER_PORT, "Set the first of the ports on which other nodes connect to node 0."
     )
-    interface: str | None = option(
-        None,
+    interface: str | None = optional(
         "Connect nodes over this network interface, such as eth0 (default: the interface that "
-        "reaches --master-addr).",
+        "reaches --master-addr)."
     )
     allow_cross_node_tp: bool = option(
         False, "Allow tensor parallelism over several machines, which is slow on most networks."
@@ -419,8 +396,7 @@ class EngineOptions:
     show_progress: bool = option(
         True, "Hide the loading progress.", "--no-progress", also="--no-use-tqdm-on-load"
     )
-    crash_dump_dir: str | None = option(
-        None,
+    crash_dump_dir: str | None = optional(
         "Write crash dumps to this folder; 'none' disables crash dumps (default: negamax/crashes "
         "in XDG_STATE_HOME).",
         also="--crash-dump-folder",

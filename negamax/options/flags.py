@@ -1,7 +1,7 @@
 """Metadata that turns dataclass fields into options of a command.
 
-An option is one dataclass field, such as `max_num_seqs: int | None = option(None, "Limit the
-sequences in one step.")`. The field determines flag, environment variable, TOML key and help.
+An option is one dataclass field, such as `max_num_seqs: int | None = optional("Limit the sequences
+in one step.")`. The field determines flag, environment variable, TOML key and help.
 """
 
 import difflib
@@ -69,7 +69,7 @@ class Flag:
         return f"{'seconds ' if self.is_seconds else ''}above {self.above}{most}"
 
     def allows(self, number: float) -> bool:
-        """Return whether `number` is within this option's limits. NaN never is."""
+        """Return whether `number` is within this option's limits. Return False for NaN."""
         least = -math.inf if self.least is None else self.least
         most = math.inf if self.most is None else self.most
         is_above = self.above is None or number > self.above
@@ -81,14 +81,22 @@ def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> 
 
     `names` replaces the flag derived from the field's name; a single short name, such as `-tp`, is
     added to the derived flag. `also` lists the option's names in other servers. A field that is
-    True by default becomes a switch that sets it to False. `rules` are further fields of `Flag`.
+    True by default becomes a switch that sets the field to False. `rules` are further fields of
+    `Flag`. Without other rules, counts are at least 1, and seconds are above 0.
     """
     if rules.get("is_count"):
         rules.setdefault("least", 1)
+    if rules.get("is_seconds") and "least" not in rules:
+        rules["above"] = 0
     flag = Flag(help, names, tuple(also.split()), turns_off=default is True, **rules)
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata={"flag": flag}))
     return field(default=default, metadata={"flag": flag})
+
+
+def optional(help: str, *names: str, also: str = "", **rules: Any) -> Any:
+    """Declare a dataclass field that is an option whose default is None."""
+    return option(None, help, *names, also=also, **rules)
 
 
 @cache

@@ -13,7 +13,7 @@ from negamax.options.flags import Kind
 
 _TABLES = read_table(__file__)
 SERVER, BENCH = "options", "bench"  # Names of the tables in foreign.toml.
-# `_NOTHING`: lower-case values with which a foreign option turns no feature on.
+# `_NOTHING`: values, in lower case, with which a foreign option turns no feature on.
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")

@@ -45,10 +45,7 @@ class RouteOptions:
         "replay endpoint for each endpoint of --kv-event-source; may be repeated.",
     )
     health_interval: float = option(
-        1.0,
-        "Set the interval between health checks of a server, in seconds.",
-        above=0,
-        is_seconds=True,
+        1.0, "Set the interval between health checks of a server, in seconds.", is_seconds=True
     )
     host: str = option("127.0.0.1", "Listen on this address.", panel="Router")
     port: int = option(8080, "Listen on this port; 0 picks a free port.", least=0, most=65535)

@@ -6,7 +6,7 @@ from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.options.engine import LOGS
-from negamax.options.flags import check_options, option
+from negamax.options.flags import check_options, option, optional
 from negamax.options.key_file import check_keys
 
 MAX_API_SERVERS = 64
@@ -21,8 +21,7 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "Listen on this address.", panel=SERVER)
     port: int = option(8000, "Listen on this port; 0 picks a free port.", least=0, most=65535)
-    node_health_port: int | None = option(
-        None,
+    node_health_port: int | None = optional(
         "On all nodes except node 0, answer /livez, /readyz and /health on this port of --host "
         "(default: no port).",
         least=0,
@@ -49,8 +48,8 @@ class ServerOptions:
         is_seconds=True,
     )
 
-    chat_template: str | None = option(
-        None, "Replace the checkpoint's chat template with this Jinja file.", panel=FORMAT
+    chat_template: str | None = optional(
+        "Replace the checkpoint's chat template with this Jinja file.", panel=FORMAT
     )
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, "Set chat template variables for requests that do not set them.", is_json=True
@@ -84,11 +83,10 @@ class ServerOptions:
         adds_up=True,
         panel=SECURITY,
     )
-    api_key_file: str | None = option(None, "Read more API keys from this file, one key per line.")
-    admin_api_key: str | None = option(
-        None,
+    api_key_file: str | None = optional("Read more API keys from this file, one key per line.")
+    admin_api_key: str | None = optional(
         "Set a key for all routes, including routes that act on the requests of all users. "
-        "Prefer NEGAMAX_ADMIN_API_KEY, because the process list shows this option.",
+        "Prefer NEGAMAX_ADMIN_API_KEY, because the process list shows this option."
     )
     allow_unauthenticated: bool = option(False, "Let other machines connect without an API key.")
     allowed_origins: tuple[str, ...] = option(
@@ -112,10 +110,8 @@ class ServerOptions:
         "Trust the X-Forwarded-For header of a proxy with this address or in this network; may be "
         "repeated (default: trust no proxy).",
     )
-    ssl_certfile: str | None = option(
-        None, "Serve TLS with the certificate chain in this PEM file."
-    )
-    ssl_keyfile: str | None = option(None, "Use the private key in this PEM file for TLS.")
+    ssl_certfile: str | None = optional("Serve TLS with the certificate chain in this PEM file.")
+    ssl_keyfile: str | None = optional("Use the private key in this PEM file for TLS.")
 
     scheduling_policy: str = option(
         "fcfs",
@@ -123,30 +119,23 @@ class ServerOptions:
         choices=SCHEDULING_POLICIES,
         panel=LIMITS,
     )
-    max_body_bytes: int | None = option(
-        None,
+    max_body_bytes: int | None = optional(
         "Limit the size of a request body, such as 32MiB (default: 32 MiB, or 64 MiB for models "
         "that read images).",
         least=1024,
         is_size=True,
     )
-    max_connections_per_address: int | None = option(
-        None,
+    max_connections_per_address: int | None = optional(
         "Limit the connections of one client address to one server process (default: half of the "
         "connections that the process accepts).",
         least=1,
     )
-    request_timeout: float | None = option(
-        None,
+    request_timeout: float | None = optional(
         "Abort a request after this many seconds; requests can set fewer (default: no limit).",
-        above=0,
         is_seconds=True,
     )
     slow_client_timeout: float = option(
-        60.0,
-        "Disconnect clients that read nothing for this many seconds.",
-        above=0,
-        is_seconds=True,
+        60.0, "Disconnect clients that read nothing for this many seconds.", is_seconds=True
     )
     drain_timeout: float = option(
         30.0, "After SIGTERM, give requests this many seconds to finish.", least=0, is_seconds=True
@@ -158,13 +147,12 @@ class ServerOptions:
         least=0,
     )
     engine_restart_window: float = option(
-        600.0, "Count engine restarts over this many seconds.", above=0, is_seconds=True
+        600.0, "Count engine restarts over this many seconds.", is_seconds=True
     )
     engine_hang_timeout: float = option(
         300.0,
         "Replace an engine that has requests to run but completes no step for this many seconds.",
         also="--watchdog-timeout",
-        above=0,
         is_seconds=True,
     )
 
@@ -180,16 +168,15 @@ class ServerOptions:
         True, "Disable the regular log line about the load of an engine.", "--disable-log-stats"
     )
     log_stats_interval: float = option(
-        10.0, "Set the seconds between two log lines that show the load.", above=0, is_seconds=True
+        10.0, "Set the seconds between two log lines that show the load.", is_seconds=True
     )
-    otlp_traces_endpoint: str | None = option(
-        None, "Send a trace span per request to this OpenTelemetry collector over HTTP."
+    otlp_traces_endpoint: str | None = optional(
+        "Send a trace span per request to this OpenTelemetry collector over HTTP."
     )
 
-    profile_dir: str | None = option(
-        None,
+    profile_dir: str | None = optional(
         "Let /start_profile and /stop_profile write traces of the steps to this folder (default: "
-        "refuse both routes).",
+        "refuse both routes)."
     )
 
     def body_bytes(self, *, has_images: bool) -> int:

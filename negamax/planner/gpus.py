@@ -99,11 +99,9 @@ def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
     found = []
     for word in wanted.split(","):
         place = word.strip()
-        if place.startswith("GPU-"):
-            row = next((row for row in rows if row[1].startswith(place)), None)
-        else:
-            row = next((row for row in rows if row[0] == place), None)
-        if row is None:
+        is_uuid = place.startswith("GPU-")
+        named = (row for row in rows if (row[1].startswith(place) if is_uuid else row[0] == place))
+        if (row := next(named, None)) is None:
             break
         found.append(row)
     return found

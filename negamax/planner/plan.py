@@ -185,19 +185,15 @@ def make_plan(
 
 
 def _fit(
-    plain: Model,
-    sharded: Model,
-    topology: Topology,
-    fitting: Callable[[Model], Fit],
-    num_tokens: int,
+    plain: Model, sharded: Model, topology: Topology, fitting: Callable[[Model], Fit], least: int
 ) -> tuple[Model, Fit]:
     """Return the model, with sharded index keys if needed, and its memory on a GPU."""
     model = sharded if topology.dcp > 1 else plain
     memory = fitting(model)
     may_shard = topology.dcp == topology.cp == 1 < topology.tp
-    if memory.context_length < num_tokens and may_shard:
+    if memory.context_length < least and may_shard:
         found = fitting(sharded)
-        if found.context_length >= num_tokens:
+        if found.context_length >= least:
             return sharded, found
     return model, memory
 

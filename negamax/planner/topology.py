@@ -174,9 +174,7 @@ def fit(
     width = spec.vision.text_hidden if spec.vision and encoder_tokens else 0
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
-    for stage in (
-        layout.replace_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)
-    ):
+    for stage in map(layout.replace_rank, range(0, layout.world_size, layout.stage_size)):
         held = model.on_rank(stage)
         weights = round(sum(size for kind, _, size in held if width or not kind.weight.is_vision))
         layers = stage.layers(spec.num_layers)
