@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.group import Group, label, sizes
 from negamax.bench.offline_options import OfflineWorkload
 from negamax.bench.report import environment
-from negamax.bench.workload import RandomPrompts, run_batch
+from negamax.bench.workload import RandomPrompts, Write, run_batch
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
@@ -67,9 +68,7 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
     }
 
 
-def run(
-    options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
-) -> dict[str, Any]:
+def run(options: EngineOptions, workload: OfflineWorkload, *, say: Write) -> dict[str, Any]:
     """Measure all batch sizes with a new engine. Return a JSON document. Raises `ConfigError`."""
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
@@ -107,12 +106,7 @@ def _filters(workload: OfflineWorkload) -> dict[str, Any]:
 
 
 def _measure_all(
-    loop: EngineLoop,
-    info: ModelInfo,
-    workload: OfflineWorkload,
-    group: Group,
-    *,
-    say: Callable[[str], None],
+    loop: EngineLoop, info: ModelInfo, workload: OfflineWorkload, group: Group, *, say: Write
 ) -> list[dict[str, Any]]:
     prompts = RandomPrompts(info, seed=workload.seed, **_filters(workload))
     runs = []
@@ -157,15 +151,11 @@ def _warm_up(
         if distinct is not None:
             seen.append(distinct)
 
-    run_batch(
-        loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=WARM_UP_TOKENS)
-    )
+    batch = partial(prompts.batch, num_requests, input_len=workload.input_len)
+    run_batch(loop, batch(output_len=WARM_UP_TOKENS))
     if not workload.no_distinct_experts:
         loop.run_debug_command(OBSERVE_ROUTING, 1)
-        batch = prompts.batch(
-            num_requests, input_len=workload.input_len, output_len=OBSERVED_TOKENS
-        )
-        run_batch(loop, batch, on_decode=observe)
+        run_batch(loop, batch(output_len=OBSERVED_TOKENS), on_decode=observe)
         loop.run_debug_command(OBSERVE_ROUTING, 0)
     return statistics.mean(seen) if seen else None
 

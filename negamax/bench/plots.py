@@ -12,7 +12,7 @@ import numpy as np
 
 from negamax.base.errors import ConfigError
 from negamax.bench import serve_report
-from negamax.bench.serve import Measurement
+from negamax.bench.serve import Measurement, first_start
 from negamax.bench.serve_compare import Series, load_of
 
 _STEPS: dict[str, Any] = {"where": "post", "color": "black", "linewidth": 1}
@@ -63,8 +63,7 @@ def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) ->
     """Plot a run: distributions of TTFT and ITL, and latency and load over time."""
     figure = blank_figure((11, 7.5))
     (first, gaps), (latency, load) = figure.subplots(2, 2)
-    good = [record for record in measured.records if record.error is None]
-    values = serve_report.metric_values(good, rule=rule)
+    values = serve_report.metric_values(measured.good, rule=rule)
     _histogram(first, values["ttft"], title="Time to first token")
     _histogram(gaps, values["itl"], title="Inter-token latency")
     _latency_over_time(latency, measured)
@@ -143,8 +142,7 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
 
 
 def _latency_over_time(axes: Any, measured: Measurement) -> None:
-    begin = serve_report.first_start(measured.records)
-    good = [record for record in measured.records if record.error is None]
+    begin, good = first_start(measured.records), measured.good
     failed = [record for record in measured.records if record.error is not None and record.started]
     sent = [record.started - begin for record in good]
     for metric, color, label in (
@@ -163,9 +161,8 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
 
 
 def _load_over_time(axes: Any, measured: Measurement) -> None:
-    begin = serve_report.first_start(measured.records)
-    good = [record for record in measured.records if record.error is None]
-    per_second = serve_report.output_per_second(good)
+    begin = first_start(measured.records)
+    per_second = serve_report.output_per_second(measured.good)
     middles = [second + 0.5 for second in range(len(per_second))]
     axes.bar(middles, per_second, width=1.0, color="tab:orange", alpha=0.6)
     axes.set(title="Output tokens and requests under way", xlabel="s since the start")

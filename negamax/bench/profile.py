@@ -5,7 +5,7 @@ steps of a batch. All sequences of the batch have the same context length.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 
 from negamax.base.tables import read_table
 from negamax.bench.report import environment
-from negamax.bench.workload import RandomPrompts, decode_batch
+from negamax.bench.workload import RandomPrompts, Write, decode_batch
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
@@ -73,12 +73,7 @@ def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
 
 
 def run(
-    options: EngineOptions,
-    *,
-    batches: Sequence[int],
-    context: int,
-    steps: int,
-    say: Callable[[str], None],
+    options: EngineOptions, *, batches: Sequence[int], context: int, steps: int, say: Write
 ) -> dict[str, Any]:
     """Profile decode steps for each batch size. Return a JSON document. Raises `ConfigError`."""
     loop, info = start_loop(options)

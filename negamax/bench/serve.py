@@ -10,7 +10,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -51,6 +51,16 @@ class Measurement:
     drafts: DraftCounts = NO_DRAFTS  # Draft tokens counted in the server's /metrics.
     shape: dict[str, Any] | None = None  # Serving shape from /server_info; None if not reported.
     retokenized: int | None = None  # Tokenizer's token count of all answers; None: no --tokenizer.
+
+    @property
+    def good(self) -> list[ResponseRecord]:
+        """Return the records of the requests that succeeded."""
+        return [record for record in self.records if record.error is None]
+
+
+def first_start(records: Iterable[ResponseRecord]) -> float:
+    """Return the time at which the first request was sent, or 0 if no request was sent."""
+    return min((record.started for record in records if record.started), default=0.0)
 
 
 @dataclass
@@ -113,7 +123,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
             notes += (refusal,)
         drafts = (await _drafts(server.client)).subtract(before)
     records = tuple(load.records)
-    begin = min((record.started for record in records if record.started), default=0.0)
+    begin = first_start(records)
     seconds = max(max((record.ended for record in records), default=0.0) - begin, 1e-9)
     retokenized = _count_again(options, records)
     return Measurement(

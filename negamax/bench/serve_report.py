@@ -4,7 +4,7 @@ import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from negamax import __version__
 from negamax.base import env
 from negamax.base.tables import read_table
-from negamax.bench.serve import Measurement
+from negamax.bench.serve import Measurement, first_start
 from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import METRICS, BenchOptions
 from negamax.engine.shape import SHAPE
@@ -79,17 +79,13 @@ def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
 # All requests
 
 
-def first_start(records: Iterable[ResponseRecord]) -> float:
-    """Return the time at which the first request was sent, or 0 if no request was sent."""
-    return min((record.started for record in records if record.started), default=0.0)
-
-
 def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
     """Return a run's metrics, without values of single requests. Times are in ms, rates in 1/s."""
-    good = [record for record in measured.records if record.error is None]
+    good = measured.good
     failures = Counter(record.error for record in measured.records if record.error is not None)
     total_input = sum(record.prompt_tokens or 0 for record in good)
     total_output = sum(output_tokens(record) for record in good)
+    cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
     chunks = sum(len(record.arrivals) for record in good)
     seconds = measured.seconds
     values = metric_values(good, rule=options.itl_rule)
@@ -114,7 +110,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "concurrency": sum(map(e2el, good)) / seconds,  # mean number of running requests
         "max_output_tokens_per_s": max(output_per_second(good), default=0.0),
         "max_concurrent_requests": peak_concurrency(measured.records),
-        "total_cached_tokens": _total_cached(good),
+        "total_cached_tokens": sum(cached) if cached else None,
         "finish_reasons": dict(Counter(one.finish_reason or "none" for one in good).most_common()),
         "tokens_per_chunk": total_output / chunks if chunks else None,
         "input_tokens_not_reported": sum(
@@ -141,11 +137,6 @@ def metric_values(records: Sequence[ResponseRecord], *, rule: str) -> dict[str, 
         "itl": [value for record in records for value in inter_token(record, rule=rule)],
         "e2el": [e2el(record) for record in records],
     }
-
-
-def _total_cached(records: Sequence[ResponseRecord]) -> int | None:
-    reported = [record.cached_tokens for record in records if record.cached_tokens is not None]
-    return sum(reported) if reported else None
 
 
 def _goodput(records: Sequence[ResponseRecord], limits: dict[str, float]) -> int:

@@ -166,10 +166,8 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> BenchWorkload:
     """Time the first `num_prompts` of `turns`. Warm up with the next `num_warmups` of `turns`."""
-    timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
-    return BenchWorkload(
-        timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups))
-    )
+    timed = tuple(map(session_of, islice(turns, options.num_prompts)))
+    return BenchWorkload(timed, tuple(map(session_of, islice(turns, options.num_warmups))))
 
 
 def longest_prompt(options: BenchOptions) -> int:
@@ -186,13 +184,12 @@ def longest_prompt(options: BenchOptions) -> int:
 
 def read_sharegpt(path: str) -> list[tuple[str, str]]:
     """Read the first question and answer of each conversation. Raises `ConfigError`."""
+    hint = "a ShareGPT file is a list of conversations"
     try:
         conversations = json.loads(_read(path))
     except ValueError as error:
-        hint = "a ShareGPT file is a list of conversations"
         raise ConfigError(f"--dataset-path {path!r} is not JSON: {error}", hint=hint) from None
     if not isinstance(conversations, list):
-        hint = "a ShareGPT file is a list of conversations"
         raise ConfigError(f"--dataset-path {path!r} does not contain a list", hint=hint)
     pairs = [pair for pair in map(_first_pair, conversations) if pair is not None]
     if not pairs:
@@ -245,7 +242,7 @@ def sharegpt_workload(
     if left_out := len(pairs) - len(turns):
         lengths = f"shorter than {MIN_TOKENS} or longer than {limit} tokens"
         notes.append(f"{left_out} conversations were skipped: {lengths}")
-    return file_workload([session_of(turn) for turn in turns], options, notes=notes)
+    return file_workload(list(map(session_of, turns)), options, notes=notes)
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:

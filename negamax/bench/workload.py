@@ -14,6 +14,8 @@ from negamax.engine.core.loop import EngineLoop
 from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 
+Write = Callable[[str], None]  # prints a line about the progress of a measurement
+
 
 @dataclass(frozen=True)
 class BatchTimes:

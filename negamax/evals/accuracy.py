@@ -85,6 +85,8 @@ def run_suite(
     problems = load_problems(suite, count, seed, data=data, count_tokens=count_tokens)
     max_tokens = max_tokens or MAX_TOKENS.get(suite, MOST_TOKENS)
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    text = json.dumps([asdict(each) for each in problems], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     batch = 4 * llm.info.max_num_seqs
     failures: list[Failure] = []
     solved: list[bool] = []
@@ -106,7 +108,7 @@ def run_suite(
     return SuiteResult(
         suite=suite, model=llm.info.model, dtype=llm.info.dtype, problems=len(problems),
         correct=sum(solved), formatted=num_formatted if suite == GSM8K else None,
-        solved="".join("01"[each] for each in solved), digest=_hash_problems(problems),
+        solved="".join("01"[each] for each in solved), digest=digest,
         seed=seed, temperature=temperature,
         seconds=time.perf_counter() - started, output_tokens=output_tokens,
         failures=tuple(failures[:SHOWN_FAILURES]), serving_shape=llm.info.shape,
@@ -128,11 +130,6 @@ def _answer(
     for problem, prompt, generation in zip(problems, prompts, generations, strict=True):
         completion = generation.outputs[0]
         yield problem, completion, llm.parse(prompt, completion, tools=problem.tools)
-
-
-def _hash_problems(problems: list[Problem]) -> str:
-    text = json.dumps([asdict(each) for each in problems], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _solves(parsed: ParsedOutput, problem: Problem) -> bool:

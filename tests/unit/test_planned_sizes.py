@@ -31,11 +31,9 @@ from negamax.planner.gpus import MEASURED, visible_devices, visible_gpus
 from negamax.planner.plan import Hardware, make_plan
 from negamax.planner.topology import Topology
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks, EvenTimes
-from negamax.scheduler.limits import SchedulerLimits
-from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import StepPlan
 from negamax.worker.config import DebugResult
-from tests.unit.plan_support import RankScheduler, make_request
+from tests.unit.plan_support import RankScheduler, make_scheduler
 
 
 @pytest.fixture
@@ -353,16 +351,11 @@ def test_chunks_cover_the_prompt(
     assert behind == num_tokens
 
 
-def limits(length: ChunkLength) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024, block_size=8, num_blocks=200,
-        enable_prefix_caching=True, max_queued_requests=100, eos_token_ids=frozenset({0}),
-        chunk_length=length,
-    )  # fmt: skip
-
-
-def request(name: str, prompt: list[int]) -> GenerateRequest:
-    return make_request(name, prompt, ignore_eos=True)
+def scheduler_with(length: ChunkLength, **prompts: list[int]) -> RankScheduler:
+    sizes = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 8, "num_blocks": 200}
+    scheduler = make_scheduler(**sizes, chunk_length=length)
+    scheduler.add_all(**prompts)
+    return scheduler
 
 
 def step(scheduler: RankScheduler) -> StepPlan:
@@ -393,23 +386,19 @@ def test_chunks_of_pipeline_stages(options: dict[str, Any], kind: type[ChunkLeng
 def test_prompts_run_in_chunks_of_equal_time() -> None:
     plans = []
     for length in (EvenChunks(), DOUBLING):
-        scheduler = RankScheduler(limits(length))
-        for number, size in enumerate((30, 20, 14, 5, 64)):
-            scheduler.group.add(request(f"r{number}", [number] * size))
+        sizes = enumerate((30, 20, 14, 5, 64), start=1)
+        prompts = {f"r{number}": [number] * size for number, size in sizes}
+        scheduler = scheduler_with(length, **prompts)
         plans.append([step(scheduler) for _ in range(2)])
     assert plans[0] == plans[1]
     # Check that every step takes as long as the first; other prompts use the rest of a step.
-    scheduler = RankScheduler(limits(DOUBLING))
-    scheduler.group.add(request("long", [3] * 244))
-    scheduler.group.add(request("short", [4] * 40))
+    scheduler = scheduler_with(DOUBLING, long=[3] * 244, short=[4] * 40)
     counts = [step(scheduler).num_scheduled for _ in range(6)]
     # After 64, 104, 136, 160 tokens, a token costs 1.5, 1.8, 2.1, 2.5 times the first.
     assert counts == [[64], [40, 4], [32, 4], [24, 8], [24, 3], [16, 13]]
-    scheduler = RankScheduler(limits(DOUBLING))
-    scheduler.group.add(request("first", list(range(264))))
-    while scheduler.has_unfinished:
-        step(scheduler)
-    scheduler.group.add(request("second", [*range(264), *range(300, 360)]))
+    scheduler = scheduler_with(DOUBLING, first=list(range(264)))
+    scheduler.run_all()
+    scheduler.add("second", [*range(264), *range(300, 360)])
     plan = step(scheduler)
     assert plan.new_rows[0].num_computed == 264
     assert plan.num_scheduled == [16]  # Each token costs four times as much as the first.
