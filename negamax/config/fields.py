@@ -151,9 +151,9 @@ def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
 
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
     """Raise `ConfigError` with the field, the value found and the allowed values."""
-    shown = repr(
-        list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-    )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = list(value)
+    shown = repr(value)
     shown = shown if len(shown) <= 200 else shown[:200] + "..."
     raise ConfigError(f"model config: {name} is {shown}; supported: {allowed}")
 
@@ -204,13 +204,12 @@ def _read_rope(
         parameters = merge_fields(parameters, found, inner=name)
 
     merged = merge_fields(config, parameters, inner="rope_parameters")
-    theta, given_factor = merged.get("rope_theta"), merged.get("partial_rotary_factor")
+    theta, factor = merged.get("rope_theta"), merged.get("partial_rotary_factor")
     rope_theta = read_number(default_theta if theta is None else theta, name="rope_theta")
-    factor = (
-        None if given_factor is None else read_number(given_factor, name="partial_rotary_factor")
-    )
-    if factor is not None and not 0.0 < factor <= 1.0:
-        refuse("partial_rotary_factor", factor, "above 0, at most 1")
+    if factor is not None:
+        factor = read_number(factor, name="partial_rotary_factor")
+        if not 0.0 < factor <= 1.0:
+            refuse("partial_rotary_factor", factor, "above 0, at most 1")
     rotary_dim = head_dim if factor is None else int(head_dim * factor)
     if config.get("rotary_dim") is not None:
         rotary_dim = read_size(config, "rotary_dim")

@@ -53,13 +53,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Refuse text that is malformed or too large. Raises `InvalidRequestError`."""
-        if (
-            len(self.text) > MAX_TEXT_BYTES
-            or len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
-        ):
+        limit, text = MAX_TEXT_BYTES, self.text
+        if len(text) > limit or len(text.encode("utf-8", "surrogatepass")) > limit:
             refuse_grammar(
-                f"the {self.kind} has {len(self.text)} characters; "
-                f"at most {MAX_TEXT_BYTES} bytes are allowed"
+                f"the {self.kind} has {len(text)} characters; at most {limit} bytes are allowed"
             )
         try:
             self.text.encode()
@@ -69,9 +66,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             refuse_grammar(f"the {self.kind} is empty; send an expression")
         if self.kind in _NO_GROUPS:
             brackets = re.sub(r"[^()]", "", _NO_GROUPS[self.kind].sub("", self.text))
-            depth = max(
-                itertools.accumulate(1 if one == "(" else -1 for one in brackets), default=0
-            )
+            steps = (1 if bracket == "(" else -1 for bracket in brackets)
+            depth = max(itertools.accumulate(steps), default=0)
             if depth > MAX_GROUPS:
                 refuse_grammar(
                     f"the {self.kind} nests groups {depth} levels deep; "
@@ -90,11 +86,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
                 f"the JSON schema is a {type(value).__name__}; an object or a boolean is needed"
             )
         if self.kind == "choice":
-            if (
-                not isinstance(value, list)
-                or not value
-                or not all(isinstance(choice, str) for choice in value)
-            ):
+            is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+            if not is_list or not value:
                 refuse_grammar("the choice is not an array of one or more strings")
             if len(value) > MAX_CHOICES:
                 refuse_grammar(
@@ -159,10 +152,8 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, *, vocab_size: int) -> None:
         """Refuse token ids outside the vocabulary. Raises `InvalidRequestError`."""
         markers = (self.opener, self.closer, self.call_opener)
-        ids = [
-            *self.closing_ids,
-            *(marker.token_id for marker in markers if marker.token_id is not None),
-        ]
+        found = (marker.token_id for marker in markers if marker.token_id is not None)
+        ids = [*self.closing_ids, *found]
         if not self.closing_ids or not all(0 <= token_id < vocab_size for token_id in ids):
             raise InvalidRequestError(
                 f"reasoning has the token ids {ids}; allowed: ids from 0 to {vocab_size - 1}, and "

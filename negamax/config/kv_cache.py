@@ -118,11 +118,8 @@ def shards_index(
 
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:
     """Return the bytes of a block per rank if `ranks` ranks store it, summed over all layers."""
-    return sum(
-        cache.block_bytes(block_size, dtype=dtype, ranks=ranks)
-        for layer in caches
-        for cache in layer
-    )
+    every = (cache for layer in caches for cache in layer)
+    return sum(cache.block_bytes(block_size, dtype=dtype, ranks=ranks) for cache in every)
 
 
 def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:

@@ -62,9 +62,9 @@ def read_quantization(
                 f"model config: quantization_config has no quant_method (found: {method!r})",
                 hint="add quant_method, or remove quantization_config if no weight is quantized",
             )
-        spec = QuantizationSpec(str(method), dict(found))
-        is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
-        return _make_neuron_spec(spec, folder) if is_neuron and folder is not None else spec
+        if method == "fp8" and folder is not None and _is_neuron(folder):
+            return _make_neuron_spec(found, folder)
+        return QuantizationSpec(str(method), dict(found))
     return _read_beside(folder, MODELOPT_FILE, "modelopt") or described
 
 
@@ -129,10 +129,10 @@ def _is_neuron(folder: Path) -> bool:
         return False
 
 
-def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
-    plain = spec.fields.get("modules_to_not_convert") or ()
+def _make_neuron_spec(given: Mapping[str, Any], folder: Path) -> QuantizationSpec:
+    plain = given.get("modules_to_not_convert") or ()
     fields: dict[str, Any] = {
-        "weight_block_size": spec.fields.get("weight_block_size"),
+        "weight_block_size": given.get("weight_block_size"),
         "modules_to_not_convert": [*plain, "o_proj"],
     }
     if _are_rows(folder):
