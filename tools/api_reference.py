@@ -39,13 +39,14 @@ from negamax.scheduler.request import SamplingParams
 PAGE = "api-reference.md"  # name of the rendered page in docs/
 INTRODUCTION = """# API reference
 
-All routes, and all fields of requests and answers. [api.md](api.md) says how they behave.
+This page lists all routes, and all fields of requests and answers. [api.md](api.md) describes their
+behaviour.
 
-In requests a field is optional unless its default is *required*, and `null` counts as absent. Types
-are strict: text is not accepted as a number. Unknown fields are ignored, except names that closely
-resemble a known one. A default of `none` is the model's or the server's own default. In answers a
-field is always present unless its remark says otherwise. Errors are an [ErrorAnswer](#erroranswer),
-those of Anthropic's routes a [MessageError](#messageerror).
+In requests, a field is optional unless its default is *required*. `null` counts as a missing field.
+Types are strict: for example, a string is not accepted as a number. Unknown fields are ignored, but
+a name that closely resembles a known field is refused. The default `none` stands for the default of
+the model or the server. In answers, a field is always present unless its remark says otherwise. An
+error is an [ErrorAnswer](#erroranswer), or a [MessageError](#messageerror) on Anthropic's routes.
 """
 TITLES = {
     "chat": "Chat completions",
@@ -196,7 +197,7 @@ def _answer_fields(struct: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _json_type(schema: dict[str, Any]) -> str:
-    """Describe a JSON schema in words. Null is left out, since it counts as absent."""
+    """Describe a JSON schema in words. Omit null, because null counts as a missing field."""
     if "$ref" in schema:
         return _link(schema["$ref"].rpartition("/")[2])
     if "anyOf" in schema:

@@ -1,9 +1,10 @@
 """`negamax bench kernels`: time every kernel at the sizes of the real models.
 
-The report compares each time with the best that the machine can reach. On a GPU the caches are
-cold: before each measurement a read of twice the L2 cache evicts the data. A measurement is one
-CUDA graph of several calls. Each call has its own tensors, or the read between calls evicts them.
-On the CPU the kernels run on the op's small cases, and the wall clock times one call after another.
+The report compares each time with the best that the machine can reach. On a GPU, a measurement is
+one CUDA graph of several calls with cold caches. Before each measurement, a read of twice the L2
+cache evicts the data. The calls use several copies of the tensors in turn, so that the reads of the
+other copies evict a copy's data. On the CPU, the kernels run on the op's small cases, and the wall
+clock times one call after another.
 """
 
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, check_choice
 from negamax.bench.report import environment, gpu_seconds
 from negamax.formats.floats import PLAIN
 from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, AnyOp
@@ -38,7 +39,7 @@ _RANKS = re.compile(r"\btp ?=? ?(\d+)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Hold the rates that an idle machine reaches."""
+    """The rates that an idle machine reaches."""
 
     bytes_per_second: float  # bytes that a large copy reads and writes per second
     flops_per_second: float  # rate of a large matrix product in the benchmark's dtype
@@ -52,7 +53,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timing:
-    """Hold the time of a kernel on a case. 100 percent of the roofline is the machine's limit."""
+    """The time of a kernel on a case. 100 percent of the roofline is the machine's limit."""
 
     op: str
     provider: str
@@ -68,7 +69,7 @@ class Timing:
     is_cold: bool | None
 
     def line(self) -> str:
-        """Return the printed line, which says whether bytes or arithmetic bounds the kernel."""
+        """Return the line to print, with the rates of memory traffic and of arithmetic."""
         rate = f"{self.gigabytes_per_second:7.0f} GB/s {self.teraflops_per_second:7.1f} TFLOP/s"
         warm = "  (L2 not cold)" if self.is_cold is False else ""
         name = f"{self.op} {self.provider} {self.dtype}"
@@ -118,7 +119,7 @@ def run(
                 continue
             try:
                 how = {"dtype": kind, "platform": platform, "ceilings": ceilings}
-                timing = time_kernel(op, kernel, case, **how)
+                timing = time_kernel(kernel, case, **how)
             # An error of one kernel must not prevent the report of the others.
             except Exception as error:
                 names = {"op": op, "provider": kernel.provider, "case": case.label}
@@ -156,24 +157,18 @@ def cases(op: AnyOp, *, platform: str, dtype: torch.dtype, ranks: Sequence[int])
 
 @torch.inference_mode()
 def time_kernel(
-    op: AnyOp,
-    kernel: AnyKernel,
-    case: Case,
-    *,
-    dtype: torch.dtype,
-    platform: str,
-    ceilings: Ceilings,
+    kernel: AnyKernel, case: Case, *, dtype: torch.dtype, platform: str, ceilings: Ceilings
 ) -> Timing:
-    cost = CASES[op].cost(case)
+    cost = CASES[kernel.op].cost(case)
     floor = ceilings.seconds(kernel, cost)
     is_cold: bool | None = None
     if platform == "cuda":
         sizes = {"num_bytes": cost.num_bytes, "l2_bytes": ceilings.l2_bytes}
-        seconds, is_cold = _time_on_gpu(op, kernel, case, floor=floor, **sizes)
+        seconds, is_cold = _time_on_gpu(kernel, case, floor=floor, **sizes)
     else:
         seconds = _time_on_cpu(bind(kernel, case))
     return Timing(
-        op=op,
+        op=kernel.op,
         provider=kernel.provider,
         case=case.label,
         dtype=str(dtype).removeprefix("torch."),
@@ -216,8 +211,7 @@ def _kernels(
 
 def _dtype(name: str) -> torch.dtype:
     names = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
-    if name not in names:
-        raise ConfigError(f"--dtype is {name!r}; allowed: {', '.join(names)}")
+    check_choice("--dtype", name, names)
     return names[name]
 
 
@@ -234,20 +228,20 @@ def _time_on_cpu(call: Call) -> float:
 
 
 def _time_on_gpu(
-    op: AnyOp, kernel: AnyKernel, case: Case, *, floor: float, num_bytes: int, l2_bytes: int
+    kernel: AnyKernel, case: Case, *, floor: float, num_bytes: int, l2_bytes: int
 ) -> tuple[float, bool]:
     """Return the median seconds of a call, and whether the L2 cache was cold for every call."""
     num_calls = min(MAX_CALLS, max(MIN_CALLS, int(GRAPH_SECONDS / max(floor, 2e-6))))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    # The factor is 2, since a kernel may keep a copy of a weight in its own layout.
+    # The factor is 2, because a kernel may keep a copy of a weight in its own layout.
     case_bytes = sum(tensor.nbytes for tensor in tensors_of(case.tensors))
     affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes))
     wanted = min(num_calls, 1 + -(-2 * l2_bytes // max(1, num_bytes)))
     copies = max(1, min(wanted, 1 + affordable))
     calls = [bind(kernel, case if index == 0 else copy_case(case)) for index in range(copies)]
     other = torch.ones(max(1, 2 * l2_bytes), dtype=torch.uint8, device="cuda").view(torch.int8)
-    # The reference may read data on the host, which a graph cannot.
+    # The reference may read data on the host, which is not possible in a CUDA graph.
     if kernel.provider == "reference":
         return _eager_seconds(calls[0], between=lambda: other.max()), True
     return _graph_seconds(calls, num_calls=num_calls, between=lambda: other.max()), copies == wanted

@@ -16,7 +16,7 @@ from negamax.cli.main import app
 from negamax.cli.resolve import options_of
 from negamax.cli.words import Option
 from negamax.options.flags import Kind
-from negamax.options.foreign import BENCH, SERVER, Foreign, foreign_options
+from negamax.options.foreign import BENCH, SERVER, foreign_options
 from tools.api_reference import table_cell
 
 PAGE = "cli.md"  # name of the rendered page in docs/
@@ -38,16 +38,16 @@ enable-prefix-caching = false
 Switches have a `--no-` form. Underscores count as dashes. `negamax --install-completion` sets up
 the shell. Numbers may have units: `128k` is 128,000, `128K` is 131,072, and `auto` is the default.
 Sizes are in bytes, or have `K`, `M`, `G` (powers of 1,000) or `Ki`, `Mi`, `Gi`. An error is one
-line on standard error with exit code 2, also when output cannot be written. When the reader of the
-output is gone, as after `| head`, the exit code is 141.
+line on standard error with exit code 2, also if the output cannot be written. If the reader of the
+output has closed it, as after `| head`, the exit code is 141.
 """
 FOREIGN = """## Options of vLLM and SGLang
 
 The tables above list other servers' names of the same options in the column "also". These are the
-remaining options of `vllm serve` 0.33 and `sglang.launch_server` 0.5.23, and some older ones. The
-server logs a line at start for an option without effect. It refuses an option that would change
-what is served, and says what to do instead. Values that request nothing, such as
-`--pipeline-parallel-size 1`, are accepted silently. JSON options may be given in parts, as in
+remaining options of `vllm serve` 0.33 and `sglang.launch_server` 0.5.23, and some older ones. At
+start, the server logs a line for each option without effect. The server refuses options that would
+change its answers or its model, and names an alternative. It accepts values that request nothing,
+such as `--pipeline-parallel-size 1`, without a log line. JSON options may be given in parts, as in
 `--compilation-config.cudagraph_mode NONE`.
 """
 BENCHMARKS = """## Options of their benchmarks
@@ -61,7 +61,8 @@ def render() -> str:
     parts = [INTRODUCTION]
     seen: set[str] = set()
     for name, command in _commands(typer.main.get_command(app)):
-        parts.append(f"## negamax {name}\n\n{table_cell(command.help or '')}\n\n{_examples(name)}")
+        parts += [f"## negamax {name}\n", f"{table_cell(command.help or '')}\n"]
+        parts += ["```sh", *EXAMPLES[name], "```", ""]
         parts += _panels(command, seen)
     return "\n".join([*parts, FOREIGN, *_foreign(SERVER), BENCHMARKS, *_foreign(BENCH)])
 
@@ -72,10 +73,6 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _commands(command, f"{prefix}{name} ")
         else:
             yield f"{prefix}{name}", command
-
-
-def _examples(name: str) -> str:
-    return "\n".join(["```sh", *EXAMPLES[name], "```", ""])
 
 
 def _panels(command: Any, seen: set[str]) -> Iterator[str]:
@@ -115,7 +112,11 @@ def _foreign(table: str) -> Iterator[str]:
     titles = {"ignored": "Without effect", "refused": "Refused", "by value": "By their value"}
     rows: dict[str, dict[tuple[str, str | None], list[str]]] = {title: {} for title in titles}
     for name, entry in foreign_options(table).items():
-        rows[_treatment(entry)].setdefault(_reason(entry), []).append(name)
+        treatment = "ignored" if entry.remedy is None else "refused"
+        reason = entry.reason
+        if entry.rule is not None:
+            treatment, reason = "by value", entry.about
+        rows[treatment].setdefault((reason, entry.remedy), []).append(name)
     for treatment, title in titles.items():
         yield f"### {title}{' in benchmarks' if table == BENCH else ''}\n"
         refused = treatment == "refused"
@@ -126,16 +127,6 @@ def _foreign(table: str) -> Iterator[str]:
             cells = [reason, *([remedy or ""] if refused else []), options]
             yield f"| {' | '.join(map(table_cell, cells))} |"
         yield ""
-
-
-def _treatment(entry: Foreign) -> str:
-    if entry.rule is not None:
-        return "by value"
-    return "ignored" if entry.remedy is None else "refused"
-
-
-def _reason(entry: Foreign) -> tuple[str, str | None]:
-    return (entry.reason if entry.rule is None else entry.about), entry.remedy
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
     cost = CASES[op].cost(case)
     for ceilings in (Ceilings(1e3, 1e30, 0), Ceilings(1e30, 1e3, 0)):
         kind = {"dtype": torch.float32, "platform": "cpu"}
-        timing = time_kernel(op, op.reference, case, **kind, ceilings=ceilings)
+        timing = time_kernel(op.reference, case, **kind, ceilings=ceilings)
         seconds = timing.microseconds / 1e6
         by_bytes = cost.num_bytes / ceilings.bytes_per_second
         floor = max(by_bytes, cost.flops / ceilings.flops_per_second)

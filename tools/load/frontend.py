@@ -1,8 +1,9 @@
 """Measure CPU time per streamed token and latency of a server whose engine has no model.
 
 The stub engine sends one token per stream every few milliseconds and records the time. A token's
-latency is the time from that moment to the arrival of its bytes, after all streams have begun. The
-CPU time includes the handling of requests. If possible, each server process gets its own core.
+latency is the time from this record to the arrival of the token's bytes. Latencies are measured
+after all streams have begun. The CPU time includes the handling of requests. If possible, each
+server process gets its own core.
 """
 
 import bisect
@@ -30,7 +31,7 @@ _TAIL_BYTES = 2000  # last bytes of a stream, which show how the stream ended
 
 @dataclass
 class _Arrivals:
-    """Collect the times of one round's streams."""
+    """The times of one round's streams."""
 
     times: list[float] = field(default_factory=list)  # monotonic seconds, one per read
     all_begun: float = 0.0  # time of the first bytes of the last stream

@@ -1,7 +1,7 @@
-"""Coding agents on the openai and anthropic packages, each with its own form of a conversation.
+"""Coding agents that use the openai and anthropic packages. Each API has its own message format.
 
-An agent asks for an answer, returns it in a common form, and appends it to its history. An
-agent sends back the message objects that it got, as users of the packages do.
+An agent requests an answer, returns the answer in a common format, and appends it to its history.
+As users of the packages do, an agent sends the message objects of the package back to the server.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class SeenCall:
 
 @dataclass
 class Seen:
-    """Hold an answer as the client received it."""
+    """An answer as the client received it."""
 
     thinking: str = ""
     text: str = ""
@@ -57,7 +57,7 @@ class HangUp(Exception):
 
 
 class Agent(ABC):
-    """Play one session as a client."""
+    """A client that plays one session."""
 
     ends_with_calls: str
     ends_with_text: str
@@ -99,7 +99,7 @@ class Agent(ABC):
 
 
 class _Patience:
-    """Count the characters of a stream, and disconnect at the limit."""
+    """A counter of a stream's characters, which disconnects the client above a limit."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit, self._size = limit, 0
@@ -111,7 +111,7 @@ class _Patience:
 
 
 async def _with_patience(request: Any, limit: int | None) -> Any:
-    """Wait for a whole answer. If the client must disconnect, the time grows with the limit."""
+    """Wait for a whole answer. With a limit, disconnect after a time that grows with the limit."""
     if limit is None:
         return await request
     with contextlib.suppress(TimeoutError):
@@ -411,7 +411,7 @@ WAYS: dict[str, Callable[..., Agent]] = {
 
 
 class _Order:
-    """Collect the parts of a stream, of which only one may be open."""
+    """The parts of a stream. Only one part may be open at a time."""
 
     def __init__(self, seen: Seen, name: str) -> None:
         self.kinds: list[str] = []

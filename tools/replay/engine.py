@@ -3,8 +3,8 @@
 `tests.stub_server` starts this process. REPLAY_SCRIPT names a MessagePack file, {salt: [tokens,
 pace]}. A request's `cache_salt`, SESSION/TURN, selects its answer, and a step yields up to `pace`
 tokens. The engine writes each request's prompt to `NUMBER.u32` in the folder REPLAY_RECORD, and a
-line to `requests.jsonl` when the request ends. The number of cached tokens is that of a prefix
-cache for the session.
+line to `requests.jsonl` when the request ends. It reports as many cached tokens as a prefix cache
+of the session would.
 """
 
 import json
@@ -36,7 +36,7 @@ class Played:
 
 
 class ScriptReader:
-    """Return the prepared answer to each request, and record the prompt."""
+    """The prepared answers. The reader also records the prompts."""
 
     def __init__(self, source: ModelSource) -> None:
         script = Path(os.environ["REPLAY_SCRIPT"]).read_bytes()

@@ -20,14 +20,14 @@ _FIRST_FREE_ID = 4150  # first id after the built-in model's vocabulary
 
 @dataclass(frozen=True)
 class Part:
-    """Hold a piece of an answer, which is structure or text within the structure."""
+    """A piece of an answer: structure of the format, or text within the structure."""
 
     text: str
     is_structure: bool
 
 
 class Family(ABC):
-    """Describe the layout of a model family in one mode of thinking."""
+    """The text layout of a model family in one thinking mode."""
 
     name: str
     parser: str  # name of the server's parser
@@ -48,7 +48,7 @@ class Family(ABC):
         """Return a call block."""
 
     def answer(self, exchange: Exchange) -> list[Part]:
-        """Return all that the model writes, except the end of the turn."""
+        """Return everything that the model writes, except the end of the turn."""
         return [*self.thinking(exchange.thinking), *self.body(exchange)]
 
     def body(self, exchange: Exchange) -> list[Part]:
@@ -163,7 +163,7 @@ class M3(Family):
     )  # fmt: skip
 
     def __init__(self, thinking_mode: str) -> None:
-        """Select a mode: with "enabled" the prompt opens the thinking, else the model may."""
+        """Select a thinking mode. With "enabled", the prompt opens the thinking."""
         self.thinking_mode = thinking_mode
         self.opening = "<mm:think>" if thinking_mode == "enabled" else ""
 
@@ -191,7 +191,7 @@ def _element(name: str, value: Any) -> list[Part]:
     return [Part(f"{_MARKER}<{name}>", True), *inner, Part(f"{_MARKER}</{name}>", True)]
 
 
-# modes of thinking that the sessions of a day use in turn
+# thinking modes that the sessions of a day use in turn
 FAMILIES: dict[str, tuple[Family, ...]] = {"m2": (M2(),), "m3": (M3("enabled"), M3("adaptive"))}
 
 

@@ -1,7 +1,7 @@
-"""The live day: agent sessions with the built-in model, whose own answers make the history.
+"""The live day: agent sessions with the built-in model, whose own answers form the history.
 
-Requests force calls in several ways, with strict tools. Each call must follow its schema, and the
-whole previous prompt must be cached.
+Requests force calls in several ways, with strict tools. Each call must follow its schema. The
+previous prompt must be cached completely.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tools.load.server import Server, serving
 from tools.replay.script import Call
 
 BLOCK_SIZE = 16
-THINKING_TOKENS = 24  # length of an answer's thinking, after which it is closed
+THINKING_TOKENS = 24  # length of an answer's thinking, which then ends
 HANG_UP_SHARE = 0.05
 MAX_PROBLEMS = 10
 _LIMITS: dict[str, dict[str, Any]] = {  # With these limits a call ends before its limit of tokens.
@@ -213,7 +213,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") -> list[str]:
-    """List how a value violates a schema. U+FFFD (an odd byte) has no length, as in a grammar."""
+    """List how a value violates a schema. U+FFFD (an invalid byte) counts as no character."""
     kind = schema["type"]
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return [f"{place} is {value!r}, not of type {kind}"]

@@ -21,7 +21,7 @@ PACES = (1, 1, 4, 16, 64)  # most tokens of one step
 
 @dataclass(frozen=True)
 class Quotations:
-    """Hold quoted pieces of a format that no reader may treat as structure."""
+    """Pieces of a format that texts quote, and that no parser may treat as structure."""
 
     in_results: Sequence[str]  # tool results may hold anything
     in_values: Sequence[str]  # in string arguments, as tokens or spelled out
@@ -38,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Hold an answer and what follows: results of its calls, or the next `question`."""
+    """An answer, followed by the results of its calls or by the next `question`."""
 
     thinking: str
     text: str

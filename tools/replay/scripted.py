@@ -1,10 +1,10 @@
 """The scripted day: agent sessions against the real server and an engine with prepared answers.
 
-Each answer must reach the client as written. Each prompt must be the conversation so far. It must
-begin with the tokens of the previous prompt and answer, which a prefix cache holds. Two exceptions
-exist. M2 drops the thinking before the last user message, so that a new question changes the prompt
-from the first answer of the previous task on. A tag that an answer spells in letters comes back as
-its token.
+Each answer must reach the client unchanged. Each prompt must be the conversation so far. A prompt
+must begin with the tokens of the previous prompt and answer, which a prefix cache stores. There are
+two exceptions. M2 removes the thinking before the last user message, so that a new question changes
+the prompt from the first answer of the previous task on. A tag that an answer spells with several
+tokens returns as the tag's own token.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class _Tally:
 
 
 class _Record:
-    """Read the requests that the engine recorded."""
+    """The requests that the engine recorded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ class _Record:
 
 
 class _Conversation:
-    """Compute the expected prompts of a session."""
+    """The expected prompts of a session."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer, session: Session) -> None:
         self._family = family
@@ -176,7 +176,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Role:
-    """Hold a prepared session. Lists have one entry per turn."""
+    """A prepared session. Lists have one entry per turn."""
 
     session: Session
     family: Family
