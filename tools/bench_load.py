@@ -1,10 +1,10 @@
-"""Measure how fast a rank loads a synthetic MiniMax-M2 checkpoint, with a cold and a warm page
-cache, beside the speed of `dd` on the same files.
+"""Measure how fast a rank loads a synthetic MiniMax-M2 checkpoint.
 
     python tools/bench_load.py FOLDER [--gb 60] [--stored fp8] [--device cuda] [--tp 1] [--rank 0]
 
-An existing FOLDER is loaded. Otherwise the checkpoint is written first, and deleted at the end
-unless --keep is set.
+The page cache is cold in some runs and warm in others. `dd` reads the same files for comparison. If
+FOLDER does not exist, the tool writes the checkpoint first, and deletes it at the end unless --keep
+is set.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python tools/bench_scheduler.py [--steps 2000]
 
 Steps overlap as in the engine: step N is planned before step N-1 is committed. The run "decode" has
-n sequences with prompts of 500 to 1,000 tokens, and each gets one token per step. The run "mixed"
-has 100 requests of 100 to 2,000 prompt tokens and 20 to 200 output tokens; a new one arrives as
-another ends, and a third of them shares a prefix of 256 tokens. Block size is 16, the prefix cache
-is on, and a step has at most 2,048 tokens.
+n sequences with prompts of 500 to 1,000 tokens. Each sequence gets one token per step. The run
+"mixed" has 100 concurrent requests of 100 to 2,000 prompt tokens and 20 to 200 output tokens. A
+request arrives whenever another request ends. A third of the prompts begin with the same 256
+tokens. The block size is 16, the prefix cache is on, and a step has at most 2,048 tokens.
 """
 
 import argparse

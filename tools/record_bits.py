@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python tools/record_bits.py record FILE   # before a change
     OMP_NUM_THREADS=1 python tools/record_bits.py check FILE    # after it; exit 1 if bits differ
 
-Each setting has one hash of all tokens and log-probabilities. Settings are random models of odd
-sizes in float32 and bfloat16, and nano with greedy and random sampling, in chunks, preempted and on
-two ranks. The bits depend on processor and PyTorch version, so a file is valid on one machine.
+Each setting has one hash of all tokens and log-probabilities. Some settings run random models of
+odd sizes in float32 and bfloat16. The other settings run nano with greedy and random sampling, with
+prompts in chunks, with preemptions, and on two ranks. The bits depend on the processor and the
+PyTorch version, so a file is valid on one machine only.
 """
 
 import argparse

@@ -4,12 +4,16 @@
     python tools/record_golden.py renders m3 chat_template.jinja --check  # show differences only
     python tools/record_golden.py cases parser_cases.jsonl
 
-The repository does not contain the models' templates. `tests/golden/minimax_*_renders.jsonl` holds
-the output of these templates. Tests compare this output with nano's template and the tests' M3
-layout. A line has a conversation (`name`, `messages`, `tools`, `kwargs`), `is_normal` (true if
-`normalize_messages` keeps its text), `expected` (null if the template refuses it), and `opening`,
-which `add_generation_prompt` adds. To add a conversation, write a line with its inputs and run this
-tool.
+The repository does not contain the models' templates. `tests/golden/minimax_*_renders.jsonl`
+contains the output of these templates. Tests compare this output with nano's template and the
+tests' M3 layout. A line has a conversation (`name`, `messages`, `tools`, `kwargs`) and three
+fields:
+
+- `is_normal`: true if `normalize_messages` keeps the text of the conversation
+- `expected`: the output of the template, or null if the template refuses the conversation
+- `opening`: the text that `add_generation_prompt` adds
+
+To add a conversation, write a line with its inputs and run this tool.
 """
 
 import argparse

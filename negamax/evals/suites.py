@@ -34,7 +34,7 @@ _STEPS = {
 _NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # the group is the number of prompt tokens / 1024
 _STRICT = re.compile(r"#### (-?[$\d.,]+)")
 _FLEXIBLE = re.compile(r"-?\$?\d[\d.,]*")
-_MAX_ANSWER_CHARS = 200  # A longer answer is wrong, as it may quote the whole text.
+_MAX_ANSWER_CHARS = 200  # A longer answer is wrong, because it may quote the whole text.
 
 Calls = Sequence[tuple[str, dict[str, Any]]]  # (name, arguments) of each call, in order
 

@@ -27,7 +27,7 @@ def step_bytes(
     """Return the least bytes that each of `ranks` GPUs must read in a decode step.
 
     `context` is the mean number of tokens of the `batch` sequences, and `dtype` is the dtype of
-    unquantized weights. Each rank reads 1 / `ranks` of the KV cache, even if there are more ranks
+    unquantized weights. Each rank reads 1 / `ranks` of the KV cache. This also holds for more ranks
     than heads, because ranks may split the tokens of the cache.
     """
     caches = set_index_dtype(spec.kv_caches(), index_dtype)

@@ -22,9 +22,9 @@ LEAST_TOKENS = 8192  # Smallest KV cache of a usable model, in tokens.
 def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
-    On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin to the
-    measured bytes. The workspace of a step also covers the 0.7 GiB that M3 needs to encode images.
+    The engine measured these bytes on an H200 with default step sizes: 5.8 to 6.8 GiB for
+    MiniMax-M2 (hidden size 3072), and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small
+    margin. The workspace of a step also covers the 0.7 GiB that M3 needs to encode images.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 

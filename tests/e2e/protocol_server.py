@@ -9,6 +9,8 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.e2e.scripted_server import call
+
 MODEL = "protocol"
 CALLED = ("What is the weather", "Get the weather", "Remind me", "I want to buy", "Book a")
 REASONING = "I think about it step by step until I know it."
@@ -56,7 +58,7 @@ class Protocol:
             or body.get("reasoning_effort", "low") not in EFFORTS
             or (isinstance(choice, dict) and choice["function"]["name"] not in names)
         )
-        calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+        calls = [each["id"] for message in messages for each in message.get("tool_calls", ())]
         results = [message for message in messages if message["role"] == "tool"]
         is_wrong |= calls != [result["tool_call_id"] for result in results]
         is_wrong |= any(isinstance(result["content"], dict) for result in results)
@@ -65,8 +67,8 @@ class Protocol:
     def answer(self, body: dict[str, Any]) -> Answer:
         is_off = body.get("thinking", {}).get("type") == "disabled"
         reasoning = [] if is_off and self.fault != "ignores disabled" else REASONING.split(" ")
-        call = self._call(body)
-        content = [] if call else self._content(body)
+        called = self._call(body)
+        content = [] if called else self._content(body)
         if self.fault == "leaks thinking":
             content, reasoning = ["<think>", *reasoning, "</think>", *content], []
         if self.fault == "leaks thinking without tags":
@@ -74,11 +76,11 @@ class Protocol:
         if self.fault == "reasons only" and reasoning:
             content = []
         limit = body.get("max_completion_tokens", body.get("max_tokens", 1000))
-        arguments = call[1].split(" ") if call else []
+        arguments = called[1].split(" ") if called else []
         num_tokens = len(reasoning) + len(content) + len(arguments)
-        finish = "length" if num_tokens > limit else "tool_calls" if call else "stop"
+        finish = "length" if num_tokens > limit else "tool_calls" if called else "stop"
         if finish == "length":
-            num_tokens, call = limit, None
+            num_tokens, called = limit, None
             reasoning, content = reasoning[:limit], content[: max(limit - len(reasoning), 0)]
         num_tokens += self.fault == "counts wrong"
         num_prompt = len(str(body["messages"]))
@@ -89,7 +91,7 @@ class Protocol:
         usage |= {"prompt_tokens_details": {"cached_tokens": cached}}  # type: ignore[dict-item]
         details = {"reasoning_tokens": len(reasoning)}
         return Answer(
-            reasoning, content, call, finish, usage | {"completion_tokens_details": details}
+            reasoning, content, called, finish, usage | {"completion_tokens_details": details}
         )
 
     def _content(self, body: dict[str, Any]) -> list[str]:
@@ -137,11 +139,7 @@ class Protocol:
         deltas += [{"content": word} for word in words]
         if answer.call is not None:
             name, arguments = answer.call
-            pieces = (arguments[:5], arguments[5:])
-            first = {"index": 0, "id": "call_1", "type": "function"}
-            first |= {"function": {"name": name, "arguments": ""}}
-            calls = [{"index": 0, "function": {"arguments": piece}} for piece in pieces]
-            deltas += [{"tool_calls": [call]} for call in (first, *calls)]
+            deltas += call(name, arguments[:5], arguments[5:])
         yield from ({"choices": [{"index": 0, "delta": delta}]} for delta in deltas)
         last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
         yield {"choices": [last]}

@@ -2,8 +2,8 @@
 
 Each answer must reach the client unchanged. Each prompt must be the conversation so far. A prompt
 must begin with the tokens of the previous prompt and answer, which a prefix cache stores. There are
-two exceptions. M2 removes the thinking before the last user message, so that a new question changes
-the prompt from the first answer of the previous task on. A tag that an answer spells with several
+two exceptions. M2 removes the thinking before the last user message. A new question changes the
+prompt from the first answer of the previous task on. A tag that an answer spells with several
 tokens returns as the tag's own token.
 """
 
@@ -259,7 +259,7 @@ class _Player:
             "calls": tuple(names),
         }
         for number, (found, call) in enumerate(zip(seen.calls, exchange.calls, strict=False)):
-            # Compare as text, since the order counts and 1 is neither 1.0 nor true.
+            # Compare as text, because the order matters, and 1 differs from 1.0 and true.
             pair = json.dumps(json.loads(found.arguments)), json.dumps(call.arguments)
             texts[f"arguments of call {number}, {call.name}"] = pair
         problems += [
