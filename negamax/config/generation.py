@@ -15,11 +15,11 @@ from negamax.config.model_spec import ModelSpec
 GENERATION_FILE, OVERRIDE = "generation_config.json", "--override-generation-config"
 _CLASS_DEFAULTS = (1, 2)  # default end token ids in transformers' config classes
 _ABOVE_0 = math.ulp(0.0)
-_LIMITS = {  # sampling field -> (default, lowest value, highest value)
-    "temperature": (1.0, 0.0, 2.0),
-    "top_p": (1.0, _ABOVE_0, 1.0),
-    "min_p": (0.0, 0.0, 1.0),
-    "repetition_penalty": (1.0, _ABOVE_0, 10.0),
+_LIMITS = {  # sampling field -> (lowest value, highest value)
+    "temperature": (0.0, 2.0),
+    "top_p": (_ABOVE_0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (_ABOVE_0, 10.0),
 }
 
 
@@ -144,32 +144,20 @@ def _read_sampling(config: Mapping[str, Any], *, where: str) -> SamplingDefaults
     do_sample = config.get("do_sample")
     if do_sample not in (None, True, False):
         _refuse("do_sample", do_sample, "true or false", where)
-    numbers = {
-        name: _read_number(config.get(name), name, *limits, where=where)
-        for name, limits in _LIMITS.items()
-    }
+    found: dict[str, Any] = {name: config[name] for name in _LIMITS if config.get(name) is not None}
+    for name, value in found.items():
+        low, high = _LIMITS[name]
+        if type(value) not in (int, float) or not low <= value <= high:
+            lowest = "above 0" if low == _ABOVE_0 else f"from {low:g}"
+            _refuse(name, value, f"a number {lowest} to {high:g}", where)
+        found[name] = float(value)
     if do_sample is False:
-        numbers["temperature"] = 0.0
-    return SamplingDefaults(**numbers, top_k=_read_top_k(config.get("top_k"), where=where))
-
-
-def _read_number(
-    value: object, name: str, default: float, low: float, high: float, *, where: str
-) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        lowest = "above 0" if low == _ABOVE_0 else f"from {low:g}"
-        _refuse(name, value, f"a number {lowest} to {high:g}", where)
-    return float(value)
-
-
-def _read_top_k(value: object, *, where: str) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
-        _refuse("top_k", value, "an integer from -1 to 2147483647 (-1 and 0: off)", where)
-    return max(0, value)
+        found["temperature"] = 0.0
+    if (top_k := config.get("top_k")) is not None:
+        if type(top_k) is not int or not -1 <= top_k < 2**31:
+            _refuse("top_k", top_k, "an integer from -1 to 2147483647 (-1 and 0: off)", where)
+        found["top_k"] = max(0, top_k)
+    return SamplingDefaults(**found)
 
 
 def _refuse(name: str, value: object, allowed: str, where: str) -> NoReturn:
