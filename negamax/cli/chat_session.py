@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -87,23 +87,16 @@ class _Clock:
         return f"[{', '.join(parts)}]"
 
 
+@dataclass
 class ChatSession:
     """One conversation, which only `talk` changes."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        system: str | None,
-        tools: list[dict[str, Any]] | None,
-        sampling: SamplingParams,
-    ) -> None:
-        self.model = backend.model
-        self._backend = backend
-        self._tools = tools
-        self._sampling = sampling
-        self._system = system
-        self.clear()
+    backend: Backend
+    system: str | None
+    tools: list[dict[str, Any]] | None
+    sampling: SamplingParams
+    _messages: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _open_calls: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     @property
     def awaited_call(self) -> str | None:
@@ -112,8 +105,7 @@ class ChatSession:
 
     def clear(self) -> None:
         """Drop all messages except the system message."""
-        self._messages: list[dict[str, Any]] = []
-        self._open_calls: list[dict[str, Any]] = []
+        self._messages, self._open_calls = [], []
 
     def add(self, line: str) -> None:
         """Add a line that the user has typed: the result of an open tool call, or a new message."""
@@ -134,10 +126,10 @@ class ChatSession:
             clock.tick()
             shown.show(events)
 
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         try:
-            prompt = ChatInput([*system, *self._messages], self._tools, self._sampling)
-            counts = self._backend.answer(prompt, show)
+            prompt = ChatInput([*system, *self._messages], self.tools, self.sampling)
+            counts = self.backend.answer(prompt, show)
         except KeyboardInterrupt:
             message = shown.finish()
             message.pop("tool_calls", None)
@@ -175,8 +167,8 @@ class ChatSession:
             case "/help":
                 view.note(_HELP)
             case "/system":
-                self._system = argument or self._system
-                view.note(f"system message: {self._system or 'none'}")
+                self.system = argument or self.system
+                view.note(f"system message: {self.system or 'none'}")
             case "/save" | "/load" if not argument:
                 view.problem(f"{name} needs the name of a file")
             case "/save":
@@ -201,7 +193,7 @@ class ChatSession:
             pass
 
     def _save(self, path: Path, view: ChatView) -> None:
-        kept = {"model": self.model, "system": self._system, "messages": self._messages}
+        kept = {"model": self.backend.model, "system": self.system, "messages": self._messages}
         try:
             path.write_bytes(json.dumps(kept, ensure_ascii=False, indent=1).encode())
         except (OSError, ValueError) as error:
@@ -221,7 +213,7 @@ class ChatSession:
         except (ValueError, LookupError, TypeError):
             view.problem(f"{path} is not a conversation that /save has written")
         else:
-            self._messages, self._system, self._open_calls = list(messages), system, []
+            self._messages, self.system, self._open_calls = list(messages), system, []
             view.note(f"loaded {path} ({len(messages)} messages)")
 
 
@@ -229,9 +221,8 @@ def talk(session: ChatSession, view: ChatView) -> None:
     """Read lines until the input ends. Run lines that are commands, and answer all other lines."""
     interactive = view.is_interactive
     if interactive:
-        view.note(
-            f"Chatting with {session.model}: /help lists the commands, Ctrl-C stops an answer."
-        )
+        hint = "/help lists the commands, Ctrl-C stops an answer."
+        view.note(f"Chatting with {session.backend.model}: {hint}")
     with _line_history() if interactive else contextlib.nullcontext():
         while True:
             awaited = session.awaited_call

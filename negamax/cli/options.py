@@ -232,32 +232,28 @@ def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
 
 def parse_bytes(text: str | int) -> int | None:
     """Read a size such as '1500000', '4GiB', '4g' or '512M'. Return None for 'auto'."""
-    if isinstance(text, int):
-        return text
     if text == AUTO:
         return None
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(str(text).strip())
     units = _UNITS | _BINARY_UNITS
     if match is None or match[2].lower() not in units:
         allowed = "bytes, or a number with K, M, G or Ki, Mi, Gi"
-        raise typer.BadParameter(f"{text[:60]!r} is not a size; allowed: {allowed}")
+        raise typer.BadParameter(f"{str(text)[:60]!r} is not a size; allowed: {allowed}")
     return int(float(match[1]) * units[match[2].lower()])
 
 
 def parse_count(text: str | int) -> int | None:
     """Read a count as in vLLM: '131072', '128k' (times 1000), '128K' (times 1024) or 'auto'."""
-    if isinstance(text, int):
-        return text
     if text == AUTO:
         return None
-    match = _COUNT.fullmatch(text.strip())
+    match = _COUNT.fullmatch(str(text).strip())
     value = 0.5  # 0.5 is not an integer, so the check below refuses a text without a match
     if match is not None:
         unit = match[2].lower() + "i" * match[2].isupper()
         value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
     if not value.is_integer():
         allowed = "numbers such as 131072, 128k (times 1000) and 128K (times 1024), and auto"
-        raise typer.BadParameter(f"{text[:60]!r} is not a number; allowed: {allowed}")
+        raise typer.BadParameter(f"{str(text)[:60]!r} is not a number; allowed: {allowed}")
     return int(value)
 
 

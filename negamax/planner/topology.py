@@ -1,7 +1,7 @@
 """Define topologies (ways to split a model over GPUs) and the conditions that each must meet."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from negamax.base.errors import ConfigError
 from negamax.config.kv_cache import ELEMENT_BYTES, block_bytes, slot_bytes, split_over_holders
@@ -51,8 +51,7 @@ class Topology:
 
     @property
     def num_axes(self) -> int:
-        sizes = (self.tp, self.ep, self.dp, self.pp, self.cp, self.replicas, self.dcp)
-        return sum(size > 1 for size in sizes)
+        return sum(size > 1 for size in astuple(self))
 
     @property
     def label(self) -> str:
