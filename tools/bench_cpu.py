@@ -9,12 +9,12 @@ without the time until the first output token.
 
 import argparse
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +98,27 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
     return seconds, {"version": negamax.__version__, "threads": threads}
 
 
-def serve(args: argparse.Namespace) -> None:
-    """Run the child process.
+STARTS = {"transformers": start_transformers, "negamax": start_negamax}
 
-    The child prints the facts, then the seconds for each input line [prompts, output tokens].
-    """
-    start = {"transformers": start_transformers, "negamax": start_negamax}[args.serve]
-    seconds, facts = start(args)
-    print(json.dumps(facts), flush=True)
-    for line in sys.stdin:
-        prompts, new_tokens = json.loads(line)
-        print(json.dumps(seconds(prompts, new_tokens)), flush=True)
+
+def serve(name: str, args: argparse.Namespace, parent: Connection) -> None:
+    """Run the child process: send the facts, then the seconds for each (prompts, output tokens)."""
+    seconds, facts = STARTS[name](args)
+    parent.send(facts)
+    while (given := parent.recv()) is not None:
+        parent.send(seconds(*given))
 
 
 class Engine:
-    """Measure one engine in a child process."""
+    """One engine, which runs in a child process."""
 
-    def __init__(self, name: str, arguments: list[str]) -> None:
-        command = [sys.executable, __file__, *arguments, "--serve", name]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        self.facts = json.loads(self._answer())
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._child, parent = spawning.Pipe()
+        self._process = spawning.Process(target=serve, args=(name, args, parent), daemon=True)
+        self._process.start()
+        parent.close()  # Only the child has this end of the pipe, so that its death ends `recv`.
+        self.facts = self._answer()
 
     def decode_rate(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Return the output tokens per second of decoding `prompts` together."""
@@ -126,21 +126,18 @@ class Engine:
         return len(prompts) * (new_tokens - 1) / seconds
 
     def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._child.send(None)
+        self._process.join()
 
     def _seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
-        assert self._process.stdin is not None
-        print(json.dumps([prompts, new_tokens]), file=self._process.stdin, flush=True)
+        self._child.send((prompts, new_tokens))
         return float(self._answer())
 
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a measuring process ended; the lines above show its error")
-        return line
+    def _answer(self) -> Any:
+        try:
+            return self._child.recv()
+        except EOFError:
+            raise SystemExit("a child process ended; the lines above show its error") from None
 
 
 def prompts_for(batch: int) -> list[list[int]]:
@@ -149,9 +146,9 @@ def prompts_for(batch: int) -> list[list[int]]:
     return [[100 + (7919 * row * column) % 3900 for column in columns] for row in rows]
 
 
-def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds, and return the report."""
-    engines = {name: Engine(name, arguments) for name in ("transformers", "negamax")}
+    engines = {name: Engine(name, args) for name in STARTS}
     rates: dict[str, list[float]] = {
         f"{name}, batch {batch}": [] for batch in (1, 16) for name in engines
     }
@@ -187,12 +184,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", choices=["transformers", "negamax"], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        serve(args)
-        return
-    report = compare(args, sys.argv[1:])
+    report = compare(args)
     for name, value in report["median"].items():
         print(f"{name:24s} {value:9.1f} tokens/s")
     for name in [key for key in report if key.startswith("ratio")]:

@@ -37,13 +37,13 @@ class Foreign:
     """An option of another server. Comments in foreign.toml describe the fields."""
 
     kind: Kind
-    reason: str
-    remedy: str | None
-    unless: tuple[str, ...]
-    rule: "Rule | None"
-    argument: str
-    about: str
-    off: str
+    reason: str = ""
+    remedy: str | None = None
+    unless: tuple[str, ...] = ()
+    rule: "Rule | None" = None
+    argument: str = ""
+    about: str = ""
+    off: str = ""
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
         """Translate `value` of this option. `line`: the values of all given options, by name."""
@@ -65,12 +65,11 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
     """Return other servers' options by name; `BENCH` selects options of their benchmarks."""
     found = {}
     for group in _TABLES[table]:
-        unless = (*_NOTHING, *group.get("unless", "").split())
-        rule = _RULES[group["rule"]] if "rule" in group else None
-        details = (group.get("remedy"), unless, rule, group.get("argument", ""))
+        fields = {name: value for name, value in group.items() if name not in _KINDS}
+        fields["unless"] = (*_NOTHING, *group.get("unless", "").split())
+        fields["rule"] = _RULES[group["rule"]] if "rule" in group else None
         for key, kind in _KINDS.items():
-            texts = (group.get("about", ""), group.get("off", ""))
-            entry = Foreign(kind, group.get("reason", ""), *details, *texts)
+            entry = Foreign(kind, **fields)
             for name in group.get(key, "").split():
                 found[name if name.startswith("-") else f"--{name}"] = entry
     return found
