@@ -1,17 +1,15 @@
 """Copy blocks between the KV caches of one rank and host memory, as plans request. Host memory is a
 second cache level. Files may be a third cache level (`FileStore`).
 
-On a GPU the copies run on a separate stream, in plan order, and start after all steps that were
-launched earlier. On the device, a step waits for pending stores of blocks that it writes, and for
-pending loads of blocks that it uses. These waits prevent steps from reading incomplete copies. The
-host does not wait for copies.
+On a GPU, stores and loads run on separate streams, in plan order, and start after all steps that
+were launched earlier. On the device, a step waits for pending stores of blocks that it writes, and
+for pending loads of blocks that it uses. These waits prevent steps from reading incomplete copies.
 
-A host block has the data of one KV block in all caches. Copies pass through a staging buffer on the
-device. For each plan, the device runs one gather or scatter per kind of cache, and one transfer per
-run of adjacent host blocks.
+A host block has the data of one KV block in all caches. On a GPU, stores pass through a staging
+buffer on the device: one gather per kind of cache, and one transfer per run of adjacent host
+blocks. Loads use no buffer (`BlockLoader`), because loads through a buffer slow down steps more.
 """
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +23,8 @@ from torch import Tensor
 from negamax.base.errors import ResourceError
 from negamax.layers.attention import KvCaches
 from negamax.scheduler.step import FileProgress, HostCopies, StepPlan
-from negamax.worker.device import Runtime, indices
+from negamax.worker.block_loader import BlockLoader, Launch, Pieces
+from negamax.worker.device import indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
@@ -35,16 +34,17 @@ AWAIT_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class _Batch:
-    """The copies of one plan, which may be pending."""
+    """The stores or the loads of one plan on a GPU, which may be pending."""
 
     step_id: int
-    event: torch.cuda.Event | None  # event after the copies; None: the copies are complete
-    stored_blocks: frozenset[int]
-    loaded_blocks: frozenset[int]
+    launch: Launch
+    stored_blocks: frozenset[int] = frozenset()
+    loaded_blocks: frozenset[int] = frozenset()
+    loaded_places: frozenset[int] = frozenset()
 
     @property
     def is_done(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.launch.done() and self.launch.result().query()
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,10 @@ class HostPool:
     """Host blocks in memory that is pinned for GPUs. The worker's thread calls most methods."""
 
     def __init__(
-        self,
-        caches: list[KvCaches],
-        num_blocks: int,
-        *,
-        block_size: int,
-        device: torch.device,
-        runtime: Runtime,
+        self, caches: list[KvCaches], num_blocks: int, *, block_size: int, device: torch.device
     ) -> None:
         """`caches`: the KV caches of this rank. `num_blocks`: blocks in host memory."""
-        self.num_blocks, self._block_size = num_blocks, block_size
-        self._device, self._runtime = device, runtime
+        self.num_blocks, self._block_size, self._device = num_blocks, block_size, device
         self._caches = view_blocks(caches)
         sizes = [cache.shape[1:] for cache in self._caches]  # [layers, 8-byte words] of a block
         self.block_bytes = sum(8 * size.numel() for size in sizes)
@@ -105,10 +98,8 @@ class HostPool:
             torch.empty(self._piece, *size, dtype=torch.int64, device=device) for size in sizes
         ]
         raw = [zeros_on_large_pages(num_blocks * 8 * size.numel()) for size in sizes]
-        self._stream: torch.cuda.Stream | None = None
         self._pinned: list[Tensor] = []
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
             for memory in raw:  # pin with CUDA, because torch would pin up to twice the bytes
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
                 if int(code):
@@ -123,6 +114,10 @@ class HostPool:
             memory.view(torch.int64).view(num_blocks, *size)
             for memory, size in zip(raw, sizes, strict=True)
         ]
+        self._loader: BlockLoader | None = None  # None: copies are synchronous
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # stream of stores
+            self._loader = BlockLoader(zip(self._caches, self.host, strict=True), device)
         self._batches: deque[_Batch] = deque()  # batches whose copies may be pending
         self._loaded_step = self._last_step = -1
         self.files: FileStore | None = None  # the runner sets this field if files are enabled
@@ -160,42 +155,54 @@ class HostPool:
             if time.monotonic() > end:
                 return False
             time.sleep(AWAIT_SECONDS / 50)
-        if self._stream is not None:
-            self._stream.synchronize()  # host-sync: this thread then reads or writes host blocks
+        self._record_end()()  # because this thread then reads or writes host blocks
         return True
 
     def close(self) -> None:
         """Wait for all copies and release the memory."""
         if self.files is not None:
             self.files.close()
-        if self._stream is not None:
-            self._stream.synchronize()  # host-sync: the memory must outlive its copies
+        self._record_end()()  # because the memory must outlive its copies
         for memory in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
         self._pinned.clear()
 
     def _launch(self, copies: HostCopies, step_id: int) -> None:
-        launched = self._runtime.record_event()  # marks the end of earlier steps
-        on_stream = contextlib.nullcontext()
-        if self._stream is not None and launched is not None:
-            self._stream.wait_event(launched)
-            on_stream = torch.cuda.stream(self._stream)
-        with on_stream:
-            for blocks, places in self._pieces(copies.stored_blocks, copies.stored_places):
-                self._store(blocks, places)
-            for blocks, places in self._pieces(copies.loaded_blocks, copies.loaded_places):
-                self._load(blocks, places)
-            ended = self._runtime.record_event()
-        stored, loaded = frozenset(copies.stored_blocks), frozenset(copies.loaded_blocks)
-        self._batches.append(_Batch(step_id, ended, stored, loaded))
+        loads = self._pieces(copies.loaded_blocks, copies.loaded_places)
+        stores = self._pieces(copies.stored_blocks, copies.stored_places)
+        if self._loader is None:
+            for piece in stores:
+                self._store(*piece)
+            for blocks, places in loads:
+                for cache, host in zip(self._caches, self.host, strict=True):
+                    cache[blocks] = host[places]
+            if loads:
+                self._loaded_step = step_id
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())  # wait for the end of earlier steps
+        with torch.cuda.stream(self._stream):
+            stored, filled = frozenset(copies.stored_blocks), frozenset(copies.stored_places)
+            for (
+                batch
+            ) in self._batches:  # another rank may have reported loads that are pending here
+                if batch.loaded_blocks & stored or batch.loaded_places & filled:
+                    batch.launch.result().wait()
+            for piece in stores:
+                self._store(*piece)
+            launch = Launch()
+            launch.set_result(self._stream.record_event())
+        self._batches.append(_Batch(step_id, launch, stored))
+        if loads:
+            launch = self._loader.launch(loads, launch.result())
+            loaded = frozenset(copies.loaded_blocks), frozenset(copies.loaded_places)
+            self._batches.append(_Batch(step_id, launch, frozenset(), *loaded))
 
-    def _record_end(self) -> Callable[[], object] | None:
-        """Return a function that waits for the launched copies, or None for synchronous copies."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event(blocking=True)  # a waiting thread must not spin
-        event.record(self._stream)
-        return event.synchronize
+    def _record_end(self) -> Callable[[], object]:
+        """Return a function that waits for the launched copies."""
+        if self._loader is None:
+            return lambda: None
+        launch = self._loader.launch([], self._stream.record_event())
+        return lambda: launch.result().synchronize()  # host-sync: the caller uses host blocks
 
     def _order_step(self, plan: StepPlan) -> None:
         """Let the next step wait for pending stores and loads of blocks that this plan assigns."""
@@ -206,14 +213,13 @@ class HostPool:
         used |= written
         for batch in self._batches:
             is_free = batch.stored_blocks.isdisjoint(written)
-            if batch.event is not None and not (is_free and batch.loaded_blocks.isdisjoint(used)):
-                batch.event.wait()
+            if not (is_free and batch.loaded_blocks.isdisjoint(used)):
+                batch.launch.result().wait()
 
-    def _pieces(self, blocks: list[int], places: list[int]) -> Iterator[tuple[list[int], ...]]:
+    def _pieces(self, blocks: list[int], places: list[int]) -> Pieces:
         """Split a list of copies into pieces that fit the staging buffer."""
-        for first in range(0, len(blocks), self._piece):
-            stop = first + self._piece
-            yield blocks[first:stop], places[first:stop]
+        pieces = (slice(at, at + self._piece) for at in range(0, len(blocks), self._piece))
+        return [(blocks[piece], places[piece]) for piece in pieces]
 
     def _store(self, blocks: list[int], places: list[int]) -> None:
         index = indices(blocks, self._device)
@@ -221,13 +227,6 @@ class HostPool:
             torch.index_select(cache, 0, index, out=staging[: len(blocks)])
             for rows, to in _find_runs(places):
                 host[to].copy_(staging[rows], non_blocking=True)
-
-    def _load(self, blocks: list[int], places: list[int]) -> None:
-        index = indices(blocks, self._device)
-        for cache, staging, host in zip(self._caches, self._staging, self.host, strict=True):
-            for rows, source in _find_runs(places):
-                staging[rows].copy_(host[source], non_blocking=True)
-            cache.index_copy_(0, index, staging[: len(blocks)])
 
 
 def view_blocks(caches: list[KvCaches]) -> list[Tensor]:

@@ -26,7 +26,7 @@ GIB = 2**30
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
-# Minimum size of the device buffer for copies to and from host memory.
+# Minimum size of the device buffer for copies to host memory.
 STAGING_BYTES = 128 * 2**20
 HOST_SHARE = 0.9  # Fraction of the free main memory that host blocks may use.
 ALIGNMENT = 512  # Alignment in bytes of each layer's cache in one allocation; kernels rely on it.
@@ -124,7 +124,7 @@ def choose_blocks(
             - GRAPH_RESERVE
             - draft_buffers(config)
             - stage_buffers(config)
-            - staging_buffer(config, dtype=dtype)
+            - config.has_host_blocks * max(STAGING_BYTES, bytes_of_blocks(1, config, dtype=dtype))
         )
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.num_cpu_ranks
@@ -156,13 +156,6 @@ def stage_buffers(config: WorkerConfig) -> int:
         return 0
     streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
     return 4 * streams * config.max_num_batched_tokens * config.spec.hidden_size * 2
-
-
-def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    """Return the device bytes of the buffer for copies to and from host memory."""
-    if not config.has_host_blocks:
-        return 0
-    return max(STAGING_BYTES, bytes_of_blocks(1, config, dtype=dtype))
 
 
 def choose_host_blocks(

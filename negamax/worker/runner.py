@@ -149,11 +149,7 @@ class ModelRunner:
             return None
         chosen = kv_cache.choose_host_blocks(config, num_blocks, dtype=dtype, device=device)
         pool = HostPool(
-            self.caches,
-            self.context.world_min(chosen),
-            block_size=config.block_size,
-            device=device,
-            runtime=self.runtime,
+            self.caches, self.context.world_min(chosen), block_size=config.block_size, device=device
         )
         pool.files = open_files(config, self.kernels, pool.view_bytes(), dtype=str(dtype))
         return pool

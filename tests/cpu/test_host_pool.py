@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import threading
@@ -16,16 +17,16 @@ from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.kv_cache import KvCacheSpec
 from negamax.options.transfer import NIXL, TCP
-from negamax.scheduler.step import HostCopies, NewRow, StepPlan
-from negamax.worker import host_pool, lane_wire, lanes, nixl_probe
+from negamax.scheduler.step import NewRow, StepPlan
+from negamax.worker import block_loader, host_pool, lane_wire, lanes, nixl_probe
 from negamax.worker.config import LaneOptions
-from negamax.worker.device import runtime_of
 from negamax.worker.host_pool import HostPool
 from negamax.worker.kv_cache import allocate
 from negamax.worker.lane_wire import HeadRange, ImportBlocks, ImportDone, ReadBlocks
 from negamax.worker.lanes import HostKind, Lane, plan_reads
 from negamax.worker.nixl_probe import check_nixl
 from negamax.worker.node_sockets import connect
+from tests.copy_support import CPU, check_copies, make_plan, make_pool, read_block
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
 from tests.probes import needs_nixl
 from tests.tables import read_table
@@ -34,7 +35,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONGER = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 # The numbers are prompt tokens and KV blocks. Two sessions do not fit into the blocks together.
 SIZES = {"nano": (300, 32), "nano-m3": (900, 10)}
-CPU = torch.device("cpu")
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -113,54 +113,39 @@ def test_preemption_aborts_and_a_reset_keep_the_text(overlap: bool) -> None:
         free_all(llm)
 
 
-def make_pool(num_host_blocks: int) -> tuple[list[dict[str, torch.Tensor]], HostPool]:
-    """Make a pool for two kinds of layers with caches of three types, filled with random bytes."""
-    key, index = KvCacheSpec("k", 2, 8), KvCacheSpec("index", 1, 16, dtype="float32")
-    draft = KvCacheSpec("v", 2, 8, dtype="float8_e4m3fn")
-    caches = allocate(
-        [[key, index], [key], [key, index], [draft]], 9, block_size=4, dtype=torch.bfloat16,
-        ranks=1, device=CPU,
-    )  # fmt: skip
-    for layer in caches:
-        for cache in layer.values():
-            cache.view(torch.uint8).random_(0, 255)
-    pool = HostPool(caches, num_host_blocks, block_size=4, device=CPU, runtime=runtime_of(CPU))
-    return caches, pool
-
-
-def read_block(caches: list[dict[str, torch.Tensor]], block: int) -> list[list[int]]:
-    found = (cache[block] for layer in caches for cache in layer.values())
-    return [each.view(torch.uint8).flatten().tolist() for each in found]
-
-
-def make_plan(step_id: int, *columns: list[int]) -> StepPlan:
-    return StepPlan(step_id, [], [], [], [], [], [], [], copies=HostCopies(*columns))
-
-
 @pytest.mark.parametrize("piece", [1, 2, 100])
-def test_copies_move_exactly_their_blocks(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_move_exactly_their_blocks(piece: int) -> None:
+    check_copies(CPU, piece)
+
+
+@pytest.mark.parametrize(("most", "num_copies"), [(block_loader.MAX_PITCH, 3), (0, 6)])
+def test_2d_copies_move_exactly_their_blocks(
+    most: int, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the rows of the copies on the CPU, where CUDA's function does not exist."""
+    monkeypatch.setattr(block_loader, "MAX_PITCH", most)
     caches, pool = make_pool(6)
-    monkeypatch.setattr(pool, "_piece", min(piece, pool._piece))
-    assert pool.block_bytes == 4 * (3 * 2 * 8 * 2 + 2 * 16 * 4 + 2 * 8)
     before = [read_block(caches, block) for block in range(9)]
-    progress = pool.run(make_plan(3, [7, 2, 5, 0], [4, 5, 0, 2], [], []))
-    assert progress.read() == -1  # A store does not count as a load.
-    assert [read_block(caches, block) for block in range(9)] == before
-    progress = pool.run(make_plan(4, [1], [1], [5, 4, 2, 0], [8, 3, 1, 6]))
-    assert progress.read() == 4
-    sources = [0, 0, 2, 7, 4, 5, 5, 7, 2]  # source of each block
-    assert [read_block(caches, block) for block in range(9)] == [before[at] for at in sources]
+    pool.run(make_plan(0, [7, 2], [4, 5], [], []))
+    kinds = zip(pool._caches, pool.host, strict=True)
+    planes = [plane for kind in kinds for plane in block_loader.split_planes(*kind)]
+    for cache, pitch, host, stride, width, rows in planes:
+        for row in range(rows):
+            source = host + 5 * stride + row * width
+            ctypes.memmove(cache + 3 * width + row * pitch, source, width)
+    before[3] = before[2]
+    assert [read_block(caches, block) for block in range(9)] == before and len(planes) == num_copies
 
 
 def test_a_wait_for_a_load_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace CUDA events, so that the test decides when a copy is complete."""
-    events = [Event(), Event()]
+    launches, events = [block_loader.Launch() for _ in range(2)], [Event(), Event()]
     monkeypatch.setattr(host_pool, "AWAIT_SECONDS", 0.05)
-    batches = tuple(
-        host_pool._Batch(step, event, frozenset(), frozenset())  # type: ignore[arg-type]
-        for step, event in enumerate(events, 5)
-    )
+    batches = tuple(host_pool._Batch(step, launch) for step, launch in enumerate(launches, 5))
     progress = host_pool.LoadProgress(2, batches, is_awaited=True)
+    assert progress.read() == 2  # No load is launched.
+    for launch, event in zip(launches, events, strict=True):
+        launch.set_result(event)  # type: ignore[arg-type]
     assert progress.read() == 2
     events[1].is_complete = True
     assert progress.read() == 2
@@ -189,8 +174,9 @@ def test_a_step_waits_for_copies_of_blocks_that_it_uses() -> None:
         pool.run(StepPlan(9, list(rows), slots, list(appended), [], [], [], []))
         return len(waits)
 
-    batch = host_pool._Batch(1, Waiting(), frozenset({4, 5}), frozenset({6}))  # type: ignore[arg-type]
-    pool._batches.append(batch)
+    launch = block_loader.Launch()
+    launch.set_result(Waiting())  # type: ignore[arg-type]
+    pool._batches.append(host_pool._Batch(1, launch, frozenset({4, 5}), frozenset({6})))
 
     def row(num_computed: int, *blocks: int) -> Any:
         return NewRow(0, [1] * 12, 12, num_computed, list(blocks), SamplingParams())
@@ -240,7 +226,7 @@ class EngineLanes:
         self.context = zmq.Context()
         for rank in range(ranks):
             caches = allocate(SPECS, 5, block_size=4, dtype=torch.bfloat16, ranks=ranks, device=CPU)
-            pool = HostPool(caches, NUM_BLOCKS, block_size=4, device=CPU, runtime=runtime_of(CPU))
+            pool = HostPool(caches, NUM_BLOCKS, block_size=4, device=CPU)
             self.lanes.append(Lane(pool, SPECS, caches, options, rank=rank, ranks=ranks))
             self.sockets.append(self.context.socket(zmq.DEALER))
             connect(self.sockets[-1], options.imports_endpoint(rank))
