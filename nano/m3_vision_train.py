@@ -1,6 +1,6 @@
 """Train the vision tower of the shipped nano-m3, through its frozen text model.
 
-    python -m nano.m3_vision_train --data DIR --out DIR --seconds 450
+    python -m nano.m3_vision_train --data DIR --out DIR --seconds 500
 
 `nano.m3_vision_data --out` makes the shards at the same time. The shipped tower is trained on,
 unless `--fresh` is given.
@@ -225,7 +225,7 @@ def main() -> None:
 
     for name in ("data", "out"):
         options.add_argument(f"--{name}", type=Path, required=True)
-    add("seconds", 450.0, "wall-clock time of the training")
+    add("seconds", 500.0, "wall-clock time of the training")
     add("tower-rate", 2e-3)
     add("problems", 100, "of nano-vision per evaluation")
     add("max-steps", 10**9)
