@@ -54,9 +54,7 @@ def test_engine_equals_transformers_on_random_models_and_images(seed: int, tmp_p
 
 
 def make_seeing(folder: Path, *, num_layers: int) -> tuple[Any, Path]:
-    """Make a model whose even layers are dense, with sparse attention to the top 2 blocks of 16
-    tokens in odd layers.
-    """
+    """Make a model whose odd layers have sparse attention to the top 2 blocks of 16 tokens."""
     mlps = ["dense", "sparse"] * num_layers
     attention = ["full_attention", "minimax_m3_sparse"] * num_layers
     layers = {"mlp_layer_types": mlps[:num_layers], "layer_types": attention[:num_layers]}

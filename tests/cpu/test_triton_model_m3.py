@@ -31,8 +31,7 @@ TEXT = tiny_m3.random_sizes(
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 )  # fmt: skip
 SPEC = read_spec(MiniMaxM3VLConfig(text_config=TEXT).to_dict() | QUANTIZED)
-# The prompt has three blocks, of which each token attends to two.
-# A decode beside a short prompt follows.
+# Each token attends to two of the prompt's three blocks. A decode beside a short prompt follows.
 STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 
 

@@ -101,8 +101,7 @@ class Layer:
         self.start = self.residual.clone()
         weight = (1 + 0.2 * torch.randn(HIDDEN, generator=generator, device=device)).bfloat16()
         self.norm = norm_kernels.prepare(weight, 1e-6, quantize=quantize)
-        # The order of additions is that of the kernels; in another order one sum in millions
-        # differs.
+        # Additions have the order of the kernels; in another order one sum in millions differs.
         sums = reduce(add, everyones.float().unbind(dim=2)).bfloat16().float()
         total = reduce(add, sums)
         self.expected_residual = self.start.clone()

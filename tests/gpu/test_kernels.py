@@ -101,9 +101,7 @@ def find_problems(
     find: Callable[[Op, Tensor, Tensor], str | None],
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[str]:
-    """Run a kernel twice on `here`, the case on the GPU, and compare with the definition, which
-    runs within `turn`.
-    """
+    """Run a kernel twice on a case on the GPU; compare with the definition, run within `turn`."""
     op, problems = kernel.op, []
     with turn():
         expected = CASES[op].apply(op.reference, case.upcast())

@@ -81,9 +81,7 @@ def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _first_rows(x, ROWS: tl.constexpr):
-    """Return the first ROWS rows (all or half) of x [WARPS, BLOCK_M, columns], without moving
-    values between registers.
-    """
+    """Return the first ROWS (all or half) of x [WARPS, BLOCK_M, columns]; no value is moved."""
     if x.shape[1] > ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
         x, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))

@@ -1,5 +1,4 @@
-"""Run QK norm over all heads, rope and the write to the paged cache in one launch. Each token has
-one program.
+"""Run QK norm over all heads, rope and the cache write in one launch, with a program per token.
 
     qkv [T, (HEADS + 2 * KV_HEADS) * DIM]    |   q heads   | k heads | v heads |
                                               norm and rope            copy

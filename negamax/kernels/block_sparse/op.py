@@ -148,9 +148,7 @@ def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
 
 
 def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockSelection:
-    """Select blocks for index_q [T, kv_heads, dim] by the keys of index_cache [blocks, 1,
-    block_size, dim].
-    """
+    """Select blocks for index_q [T, kv_heads, dim] by index_cache [blocks, 1, block_size, dim]."""
     ids = index_q.new_empty(*index_q.shape[:2], plan.shape.topk_blocks, dtype=torch.int32)
     pages = torch.empty_like(ids)
     for own, table, length, positions in plan.runs():

@@ -194,9 +194,7 @@ def _merge_splits_kernel(
     table_stride,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for ROWS index queries from the highest-scoring blocks of all splits. Grid
-    (BLOCK_M / ROWS, tiles).
-    """
+    """Select blocks for ROWS queries from the best of all splits. Grid (BLOCK_M / ROWS, tiles)."""
     record = tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

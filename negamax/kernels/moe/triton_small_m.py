@@ -160,9 +160,7 @@ def _compute_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute columns first_n .. first_n + BLOCK_N - 1 of the output for `pairs` of one expert,
-    times their routing weights.
-    """
+    """Compute BLOCK_N output columns from first_n on for `pairs`, times their routing weights."""
     if E.PACKED:
         acc = multiply_packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,

@@ -40,8 +40,7 @@ def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
     rows, columns = _block(spec)
     scale = _scale(stored, spec, tensors)
     if stored.packing is CodePacking.ENTRIES:
-        # the scale tensor has one scale, a scale per row of stacked matrices, or a scale per
-        # group of rows
+        # the scale tensor has one scale, or one per row of stacked matrices or group of rows
         groups = -(-values.shape[-1] // columns) if columns else 1
         scale = scale.reshape(*values.shape[:-2], -1, groups)
     zeros, zero_point = stored.find(Role.ZERO_POINT), None
