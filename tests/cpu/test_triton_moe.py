@@ -95,6 +95,17 @@ def test_pairs_of_chunks_are_sorted_by_expert_and_number(monkeypatch: pytest.Mon
     expected = torch.where(mine, flat, 7).argsort(stable=True)  # Pairs of other ranks come last.
     assert torch.equal(order, expected.int())
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
+    again, listed = prefill.sort_pairs(ids, first=2, count=5, tile=4)
+    begins = (counts.cumsum(0) - counts).tolist()
+    found = [
+        (expert << 40) | (begin + offset << 8) | min(4, count - offset)
+        for expert, begin, count in zip(
+            (4, 3, 2, 1, 0), begins[::-1], counts.tolist()[::-1], strict=True
+        )
+        for offset in range(0, count, 4)
+    ]
+    assert torch.equal(order, again)
+    assert listed[: 4 + len(found)].tolist() == [len(found), mine.sum().item(), 0, 0, *found]
 
 
 def test_last_tile_of_an_expert_is_the_smallest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_specialized_warps_give_the_same_bits(
     (kernel,) = [k for k in KERNELS if k.op == "moe.experts" and k.activation is E4M3_GROUPS]
     found = []
     for least in (10**9, 0):
-        monkeypatch.setattr(tiles, "SPECIALIZED_MIN_PAIRS", least)
+        monkeypatch.setattr(tiles, "specialized_min_pairs", lambda hidden, least=least: least)
         poison()
         found += CASES[kernel.op].apply(kernel, case)
     assert torch.equal(*found)

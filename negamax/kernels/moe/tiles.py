@@ -13,9 +13,6 @@ SORT_PROGRAMS = 128  # number of programs that sort (token, choice) pairs, one p
 SORT_CHUNK = 128  # number of pairs that a sorting program sorts at a time
 COUNT_CHUNK = 512  # number of pairs that a sorting program counts at a time
 SORT_BLOCK = 32  # number of programs whose counts a sorting program adds up at a time
-SPECIALIZED_MIN_PAIRS = (
-    64  # From this average number of pairs per expert on, `triton_specialized.py` is faster.
-)
 ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # maximum M for route_small_m, the router on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
@@ -240,6 +237,11 @@ class H200MoeTiles(MoeTiles):
     def w8a8(self) -> ExpertTiles:
         gate_up = Tile(64, 128, 128, num_warps=4, num_stages=4)
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
+
+
+def specialized_min_pairs(hidden: int) -> int:
+    """Return the mean number of pairs per expert from which on `triton_specialized.py` is used."""
+    return 64 if hidden <= _MEASURED_HIDDEN else 0
 
 
 def search_chunk(num_tokens: int) -> int:

@@ -45,7 +45,7 @@ from negamax.kernels.moe.triton_shared import (
     multiply_packed_gate_up,
     select_operands,
 )
-from negamax.kernels.moe.triton_specialized import experts_specialized
+from negamax.kernels.moe.triton_specialized import LISTED, SIDE, experts_specialized
 from negamax.kernels.weight_only.triton_rounding import (
     add_product,
     round_activations,
@@ -85,12 +85,37 @@ def _count_pairs_kernel(
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS_POW2 + tl.arange(0, EXPERTS_POW2), counts)
 
 
+@triton.jit
+def _list_tiles(
+    tiles_ptr, totals, own, num_programs, EXPERTS_POW2: tl.constexpr, TILE: tl.constexpr
+):
+    """Write the list of tiles of `totals` [EXPERTS_POW2] pairs, for `triton_specialized.py`:
+
+    number of tiles | number of pairs | 0 | 0 | tiles, the last expert's first
+    tile = expert << 40 | its first index in sorted_token_ids << 8 | number of its pairs
+    """
+    experts = tl.arange(0, EXPERTS_POW2)
+    num_tiles = (totals + TILE - 1) // TILE
+    all_tiles, begin = tl.sum(num_tiles, 0), tl.cumsum(totals, 0) - totals
+    tile_ptrs = tiles_ptr + LISTED + all_tiles - tl.cumsum(num_tiles, 0)
+    for tile in range(own, tl.max(num_tiles, 0), num_programs):
+        size = tl.minimum(totals - tile * TILE, TILE)
+        number = (experts.to(tl.int64) << 40) | ((begin + tile * TILE).to(tl.int64) << 8) | size
+        tl.store(tile_ptrs + tile, number, mask=tile < num_tiles)
+    if own == 0:
+        offs = tl.arange(0, LISTED)
+        header = tl.where(offs == 0, all_tiles, tl.where(offs == 1, tl.sum(totals, 0), 0))
+        tl.store(tiles_ptr + offs, header.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["num_pairs", "span", "first_expert", "num_experts"])
 def _sort_pairs_kernel(
     topk_ids_ptr,  # [num_pairs] int32
     counts_ptr,  # [programs, EXPERTS_POW2] int32, result of `_count_pairs_kernel`
     sorted_token_ids_ptr,  # [num_pairs] int32, written: indices of the pairs, sorted by expert
-    expert_counts_ptr,  # [num_experts] int32, written: number of pairs of each expert
+    # written: without TILE [num_experts] int32, number of pairs of each expert; with TILE > 0
+    # [LISTED + tiles] int64, the list of tiles
+    tiles_ptr,
     num_pairs,
     span,
     first_expert,
@@ -98,6 +123,7 @@ def _sort_pairs_kernel(
     EXPERTS_POW2: tl.constexpr,
     CHUNK: tl.constexpr,
     PROGRAMS: tl.constexpr,  # number of rows of `counts` that a program adds up at a time
+    TILE: tl.constexpr,  # number of pairs per tile of the list, or 0
     PDL: tl.constexpr,
 ):
     """Sort the pairs by expert with a counting sort. The pairs of one expert are in the order of
@@ -118,8 +144,10 @@ def _sort_pairs_kernel(
         all_counts += counts
         earlier_counts += tl.where(program < own, counts, 0)
     totals, earlier = tl.sum(all_counts, 0), tl.sum(earlier_counts, 0)
-    if own == 0:
-        tl.store(expert_counts_ptr + experts, totals, mask=experts < num_experts)
+    if TILE > 0:
+        _list_tiles(tiles_ptr, totals, own, num_programs, EXPERTS_POW2, TILE)
+    elif own == 0:
+        tl.store(tiles_ptr + experts, totals, mask=experts < num_experts)
     begin = own * span
     end = tl.minimum(begin + span, num_pairs)
     next_local = tl.cumsum(totals, 0) - totals + earlier
@@ -510,16 +538,17 @@ def experts_large_m(
         else:
             tile = sizes.large_m(width=E.WIDTH, fp8=E.FP8)
         h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    pairs = sort_pairs(topk_ids, first=first, count=count)
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
     if (  # Gluon's kernel uses instructions that only Hopper has.
         E.FP8
         and platform.platform_of(device).arch == "sm_90"
         and E.HIDDEN % 256 == 0
-        and num_pairs >= tiles.SPECIALIZED_MIN_PAIRS * count
+        and num_pairs >= tiles.specialized_min_pairs(E.HIDDEN) * count
     ):
+        pairs = sort_pairs(topk_ids, first=first, count=count, tile=SIDE.value)
         experts_specialized(q, scale, prepared, topk_weights, pairs, h, h_scale, out)
         return out
+    pairs = sort_pairs(topk_ids, first=first, count=count)
     gate_up, down = tile.gate_up, tile.down
     down_h = h
     if rounded or E.FP8:
@@ -548,19 +577,25 @@ def experts_large_m(
     return out
 
 
-def sort_pairs(topk_ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs by expert and return sorted_token_ids [M * top_k] and expert_counts [count]."""
+def sort_pairs(topk_ids: Tensor, *, first: int, count: int, tile: int = 0) -> tuple[Tensor, Tensor]:
+    """Sort pairs by expert. Return sorted_token_ids [M * top_k] and expert_counts [count], or with
+    `tile` instead of expert_counts the list of tiles of `tile` pairs (`_list_tiles`).
+    """
     num_pairs = topk_ids.numel()
     span = max(1, triton.cdiv(num_pairs, tiles.SORT_PROGRAMS * tiles.SORT_CHUNK)) * tiles.SORT_CHUNK
     programs, experts_pow2 = triton.cdiv(num_pairs, span), triton.next_power_of_2(count)
     sorted_token_ids = topk_ids.new_empty(num_pairs)
     counts = topk_ids.new_empty(programs, experts_pow2)
-    expert_counts = topk_ids.new_empty(count)
+    if tile:  # The last tile of an expert may have fewer pairs.
+        most = LISTED.value + num_pairs // tile + count
+        found = topk_ids.new_empty(most, dtype=torch.int64)
+    else:
+        found = topk_ids.new_empty(count)
     numbers = (num_pairs, span, first, count)
     shared = {"EXPERTS_POW2": experts_pow2, "num_warps": 8, **launch_options(topk_ids.device)}
     _count_pairs_kernel[(programs,)](topk_ids, counts, *numbers, CHUNK=tiles.COUNT_CHUNK, **shared)
     _sort_pairs_kernel[(programs,)](
-        topk_ids, counts, sorted_token_ids, expert_counts, *numbers,
-        CHUNK=tiles.SORT_CHUNK, PROGRAMS=tiles.SORT_BLOCK, **shared,
+        topk_ids, counts, sorted_token_ids, found, *numbers,
+        CHUNK=tiles.SORT_CHUNK, PROGRAMS=tiles.SORT_BLOCK, TILE=tile, **shared,
     )  # fmt: skip
-    return sorted_token_ids, expert_counts
+    return sorted_token_ids, found
