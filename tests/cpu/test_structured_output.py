@@ -503,7 +503,7 @@ def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
     output = process._FollowedOutput(0, compiled)
 
     def answer(parts: list[int], following: list[int], *, seconds: float = 60.0) -> wire.NextMask:
-        server._draft_seconds = seconds
+        server._setup = replace(setup, draft_seconds=seconds)
         server._advance(wire.AdvanceGrammars([]))
         return server._next_mask(output, [*parts], following)
 

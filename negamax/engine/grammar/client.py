@@ -62,7 +62,8 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # the forked process's end closes `_channel`
+        # When the forked process has ended, `_channel` is at its end.
+        self._channel, theirs = socket.socketpair()
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)

@@ -88,12 +88,8 @@ class RequestGrammar:
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
         """Return whether the output is reasoning in state `gate`. Grammars skip reasoning."""
         reasoning = self.request.sampling.reasoning
-        return (
-            gate is not None
-            and gate.is_open
-            and reasoning is not None
-            and reasoning.state == "open"
-        )
+        is_open = reasoning is not None and reasoning.state == "open"
+        return gate is not None and gate.is_open and is_open
 
     def push(self, token_id: int) -> int | bytes | None:
         """Add a committed token. Return the token, or the part of it that the grammar must read."""
@@ -188,8 +184,7 @@ class GrammarManager:
             )
         if grammar is None:
             rule.is_open = True
-            return
-        if not self._is_refused(rule):
+        elif not self._is_refused(rule):
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
@@ -197,7 +192,7 @@ class GrammarManager:
         done = [
             rule
             for rule in self._opening
-            if rule.problem is not None or (rule.is_open and self._has_gate(rule))
+            if rule.problem is not None or (rule.is_open and self._prepare_gate(rule))
         ]
         for rule in done:
             self._opening.remove(rule)
@@ -353,7 +348,7 @@ class GrammarManager:
         assert found
         return found
 
-    def _has_gate(self, rule: RequestGrammar) -> bool:
+    def _prepare_gate(self, rule: RequestGrammar) -> bool:
         """Create a `ReasoningGate` if needed. Return False while the tokenizer is loading."""
         sampling = rule.request.sampling
         reasoning = sampling.reasoning
@@ -411,8 +406,9 @@ class GrammarManager:
                     rule, worker = found, known
             limit = min(MAX_WORKERS, 2 * env.usable_cores()) - (held[rule.request.tenant] > 0)
             while worker is None and len(self._workers) >= limit:
-                if not self._end_idle():
+                if not (idle := self._idle_workers()):
                     return
+                self._end(idle[0])
             self._risky.remove(rule)
             if self._is_refused(rule):
                 continue
@@ -508,11 +504,7 @@ class GrammarManager:
         """End a dead or hung process, fail its open outputs and recompile its other grammars."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
-        if client is self._client:
-            self._client = None
-        else:
-            self._workers.remove(client)
-        client.kill()
+        self._end(client)
         if not client.is_ready:  # The host process may have hung before the fork.
             self._end_host()
         for rule in self._followed_by(client):
@@ -532,11 +524,8 @@ class GrammarManager:
 
     def _unanswered(self, client: GrammarClient) -> float | None:
         """Return the monotonic second of the client's oldest unanswered message, or None."""
-        asked = [
-            rule.asked
-            for rule in self._followed_by(client)
-            if rule.problem is None and (rule.num_asked > 0 if rule.is_open else True)
-        ]
+        rules = [rule for rule in self._followed_by(client) if rule.problem is None]
+        asked = (rule.asked for rule in rules if rule.num_asked > 0 or not rule.is_open)
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
@@ -544,7 +533,7 @@ class GrammarManager:
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:
-        return [*([self._client] if self._client is not None else []), *self._workers]
+        return [*filter(None, (self._client,)), *self._workers]
 
     def _discard(self, rule: RequestGrammar) -> None:
         del self._rules[rule.request.request_id], self._by_key[rule.key]
@@ -561,25 +550,22 @@ class GrammarManager:
         """End `client` if it has no outputs and is spent. End a worker if too many are idle."""
         if self._followed_by(client):
             return
-        if client is self._client:
-            if client.is_spent:
-                self._client = None
-                client.kill()
-            return
-        if client.is_spent or len(self._idle_workers()) > MAX_IDLE_WORKERS:
-            self._end_idle(client if client.is_spent else None)
+        if client.is_spent:
+            self._end(client)
+        elif client.spec is not None and len(idle := self._idle_workers()) > MAX_IDLE_WORKERS:
+            self._end(idle[0])
         self._assign_workers()
 
     def _idle_workers(self) -> list[GrammarClient]:
+        """Return the workers without outputs, oldest first."""
         return [worker for worker in self._workers if not self._followed_by(worker)]
 
-    def _end_idle(self, worker: GrammarClient | None = None) -> bool:
-        """End `worker` or, if None, the oldest idle worker. Return whether a worker was ended."""
-        for idle in [worker] if worker is not None else self._idle_workers()[:1]:
-            self._workers.remove(idle)
-            idle.kill()
-            return True
-        return False
+    def _end(self, client: GrammarClient) -> None:
+        if client is self._client:
+            self._client = None
+        else:
+            self._workers.remove(client)
+        client.kill()
 
 
 def _digest(grammar: Grammar) -> bytes:

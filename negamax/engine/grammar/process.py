@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,15 +56,15 @@ BEAT_SECONDS = 0.5  # Time between heartbeats while threads work.
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
 
 
+@dataclass
 class _Job:
-    def __init__(self, spec: wire.GrammarSpec, *, takes_risks: bool) -> None:
-        self.spec = spec
-        self.takes_risks = takes_risks
-        self.keys: list[int] = []
-        self.started: float | None = None  # Start of the compilation in monotonic seconds.
-        self.compiled: xgrammar.CompiledGrammar | None = None
-        self.problem: str | None = None
-        self.is_risky = False  # Whether the grammar needs a worker process.
+    spec: wire.GrammarSpec
+    takes_risks: bool
+    keys: list[int]  # Outputs that wait for the grammar.
+    started: float | None = None  # Start of the compilation in monotonic seconds.
+    compiled: xgrammar.CompiledGrammar | None = None
+    problem: str | None = None
+    is_risky: bool = False  # Whether the grammar needs a worker process.
 
     @property
     def is_done(self) -> bool:
@@ -86,19 +87,19 @@ class _Job:
             self.problem = f"the grammar cannot be compiled: {error!r}"
 
 
+@dataclass
 class _FollowedOutput:
     """One output with a grammar. A turn computes one mask. Turns of one output do not overlap."""
 
-    def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
-        self.key = key
-        self.compiled = compiled
-        self.matcher: GrammarMatcher | None = None  # The first turn creates the matcher.
-        # `waiting`: output parts and draft tokens that later turns will process.
-        self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
-        self.has_turn = False
-        self.turn_started: float | None = None  # Start of the turn, in monotonic seconds.
-        self.is_slow = False  # Whether the last turn took longer than SLOW_SECONDS.
-        self.is_open = False
+    key: int
+    compiled: xgrammar.CompiledGrammar
+    matcher: GrammarMatcher | None = None  # The first turn creates the matcher.
+    # `waiting`: output parts and draft tokens that later turns will process.
+    waiting: deque[tuple[list[wire.Part], list[int]]] = field(default_factory=deque)
+    has_turn: bool = False
+    turn_started: float | None = None  # Start of the turn, in monotonic seconds.
+    is_slow: bool = False  # Whether the last turn took longer than SLOW_SECONDS.
+    is_open: bool = False  # Whether the engine has the mask of the output's first token.
 
 
 class GrammarServer:
@@ -113,24 +114,20 @@ class GrammarServer:
         is_worker: bool = False,
     ) -> None:
         self._socket = socket
+        self._setup = setup
         self._compiler = compiler
         self._is_worker = is_worker
-        self._compile_seconds = setup.compile_seconds
-        self._mask_seconds = setup.mask_seconds
-        self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
         self._no_drafts_from = 0.0  # Monotonic second after which no mask for drafts is begun.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
         self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Unsent answers.
-        self._num_threads = setup.num_threads
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
         self._send(wire.Beat())
 
     @property
     def _is_busy(self) -> bool:
-        at_work = (stream.has_turn for stream in self._streams.values())
-        return bool(self._jobs) or any(at_work)
+        return bool(self._jobs) or any(stream.has_turn for stream in self._streams.values())
 
     def serve(self) -> None:
         while True:
@@ -164,18 +161,16 @@ class GrammarServer:
             self._send(wire.GrammarRefused(message.key, _NOT_INSTALLED))
             return
         spec = (message.grammar, message.reasoning)
-        job = self._jobs.get(spec)
-        if job is None:
-            job = self._jobs[spec] = _Job(spec, takes_risks=self._is_worker)
-            job.keys.append(message.key)
-            self._threads.submit(job.run, compiler)
+        if spec in self._jobs:
+            self._jobs[spec].keys.append(message.key)
         else:
-            job.keys.append(message.key)
+            job = self._jobs[spec] = _Job(spec, self._is_worker, [message.key])
+            self._threads.submit(job.run, compiler)
 
     def _is_over(self, job: _Job) -> bool:
-        return job.is_done or (
-            job.started is not None and time.monotonic() - job.started > self._compile_seconds
-        )
+        limit = self._setup.compile_seconds
+        is_late = job.started is not None and time.monotonic() - job.started > limit
+        return job.is_done or is_late
 
     def _answer(self, job: _Job) -> None:
         if job.compiled is not None:
@@ -185,12 +180,12 @@ class GrammarServer:
         elif job.is_risky:
             self._send(wire.GrammarIsRisky(job.keys))
         else:
-            slow = f"the grammar takes longer than {self._compile_seconds:g} s to compile"
+            slow = f"the grammar takes longer than {self._setup.compile_seconds:g} s to compile"
             for key in job.keys:
                 self._refuse(key, job.problem or slow, is_timeout=job.problem is None)
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
-        self._no_drafts_from = time.monotonic() + self._draft_seconds
+        self._no_drafts_from = time.monotonic() + self._setup.draft_seconds
         together: deque[tuple[_FollowedOutput, list[wire.Part], list[int]]] = deque()
         for key, parts, drafts in message.parts:
             stream = self._streams.get(key)
@@ -220,7 +215,7 @@ class GrammarServer:
             if len(over) == total:
                 all_over.set()
 
-        for _ in range(min(self._num_threads, total)):
+        for _ in range(min(self._setup.num_threads, total)):
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
@@ -307,13 +302,12 @@ class GrammarServer:
 
     def _end_slow_turns(self) -> None:
         """Refuse a grammar if its mask takes too long. The mask's thread keeps running."""
-        now = time.monotonic()
+        now, limit = time.monotonic(), self._setup.mask_seconds
         for stream in list(self._streams.values()):
             started = stream.turn_started
-            if not stream.has_turn or started is None or now - started < self._mask_seconds:
-                continue
-            slow = f"the grammar takes longer than {self._mask_seconds:g} s for one token"
-            self._refuse(stream.key, slow, is_timeout=True)
+            if stream.has_turn and started is not None and now - started >= limit:
+                slow = f"the grammar takes longer than {limit:g} s for one token"
+                self._refuse(stream.key, slow, is_timeout=True)
 
     def _refuse(self, key: int, message: str, *, is_timeout: bool = False) -> None:
         self._streams.pop(key, None)
