@@ -55,15 +55,12 @@ class Executor(Protocol):
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
         """Launch a step, which has one plan for each data-parallel rank."""
-        ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         """Send the bitmask of the latest plan. Plans with grammar rows wait for their bitmask."""
-        ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         """Run a debug command on every rank between two steps. Return the results by rank."""
-        ...
 
     def death(self) -> str | None:
         """Describe how the first dead rank ended; return None if all ranks run."""
@@ -134,7 +131,7 @@ class RowFailureLog:
                 self._errors.setdefault(slot, error)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Return `result`, which belongs to the oldest plan, with the errors of its failed rows."""
+        """Return `result` with the errors of failed rows. `result` is that of the oldest plan."""
         slots = self._slots.popleft()
         if not self._errors:
             return result
@@ -173,20 +170,16 @@ class RankHost(Protocol):
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
         """Return a copy of `config` for `rank`. The copy includes the settings of this machine."""
-        ...
 
     @property
     def alarms(self) -> Sequence[IO[bytes]]:
         """Return files to poll. A file reports `POLLERR` when a rank may have ended."""
-        ...
 
     def death(self) -> str | None:
         """Describe how the first dead rank ended; return None if all ranks run. Thread-safe."""
-        ...
 
     def longest_silence(self) -> tuple[int, float]:
         """Return the rank with the oldest heartbeat, and the heartbeat's age in seconds."""
-        ...
 
     def abort(self) -> None:
         """Abort kernels that wait for data of other ranks."""
@@ -197,12 +190,8 @@ class RankHost(Protocol):
     def stop(self, *, timeout: float, restarts: bool) -> None:
         """Wait at most `timeout` seconds for the ranks to end, then kill the remaining ranks."""
 
-
-class RemoteRanks(RankHost, Protocol):
-    """Starts, watches and ends the ranks of other machines."""
-
     def limit_connections(self, socket: zmq.Socket[bytes]) -> None:
-        """Limit the number of connections to `socket`, which is not yet bound."""
+        """Limit the connections of other machines to `socket`, which is not yet bound."""
 
 
 class LocalRanks(RankHost):
@@ -251,7 +240,7 @@ class MultiProcessExecutor:
         config: WorkerConfig,
         addresses: RankAddresses | None = None,
         *,
-        others: RemoteRanks | None = None,
+        others: RankHost | None = None,
     ) -> None:
         """Start all ranks and await their readiness. `others` starts ranks on other nodes."""
         layout, world_size = config.layout, config.layout.world_size
@@ -262,7 +251,6 @@ class MultiProcessExecutor:
         # -1: the rank encodes no images, because it is not on the first pipeline stage
         self._encoders = [each.encoder_rank if each.is_first_stage else -1 for each in layouts]
         self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
         # `_row_failures` and the lists below have one entry for each data-parallel rank.
         self._row_failures = [RowFailureLog() for _ in addresses.results]
@@ -270,27 +258,25 @@ class MultiProcessExecutor:
             FileProgressLog([at for at, of in enumerate(self._dp_ranks) if of == dp_rank])
             for dp_rank in range(layout.dp)
         ]
-        self._result_sockets: list[zmq.Socket[bytes]] = []
         local = LocalRanks(layout.ranks_of_node(0), addresses)
         self._processes = local.processes
         self._machines: list[RankHost] = [local] if others is None else [local, others]
         try:
-            result_bytes = config.max_num_batched_tokens * (2 + config.max_logprobs)
-            result_bytes = FRAME_BYTES + _LOGPROB_BYTES * result_bytes
-            for endpoint in addresses.results:
-                self._result_sockets.append(self._context.socket(zmq.PULL))
-                if others is not None:
-                    others.limit_connections(self._result_sockets[-1])
-                bind(self._result_sockets[-1], endpoint, most_bytes=result_bytes)
-            for endpoint in addresses.plans:
-                socket = self._context.socket(zmq.PAIR)
+            num_logprobs = config.max_num_batched_tokens * (2 + config.max_logprobs)
+            result_bytes = FRAME_BYTES + _LOGPROB_BYTES * num_logprobs
+            self._result_sockets = [self._context.socket(zmq.PULL) for _ in addresses.results]
+            self._sockets = [self._context.socket(zmq.PAIR) for _ in addresses.plans]
+            for socket in self._sockets:
                 socket.linger = 0
                 # With no queue limit, a send returns at once and fails only if the rank has ended.
                 socket.sndhwm = 0
-                if others is not None:
-                    others.limit_connections(socket)
+            for machine in self._machines:
+                for socket in (*self._result_sockets, *self._sockets):
+                    machine.limit_connections(socket)
+            for socket, endpoint in zip(self._result_sockets, addresses.results, strict=True):
+                bind(socket, endpoint, most_bytes=result_bytes)
+            for socket, endpoint in zip(self._sockets, addresses.plans, strict=True):
                 bind(socket, endpoint)
-                self._sockets.append(socket)
             for machine in self._machines:
                 machine.start()
             self._result_pollers = [
@@ -477,10 +463,3 @@ def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
     return tuple((rows, drafts, seconds) for (rows, drafts), seconds in found.items())
-
-
-def start_executor(config: WorkerConfig) -> Executor:
-    """Return an executor that runs one rank in this process, or several ranks in rank processes."""
-    if config.layout.world_size == 1:
-        return InProcessExecutor(config)
-    return MultiProcessExecutor(config)

@@ -20,7 +20,7 @@ from negamax.config.json_file import read_json_object
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import rotation_file
-from negamax.engine.core.executor import Executor, start_executor
+from negamax.engine.core.executor import Executor, InProcessExecutor, MultiProcessExecutor
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.expert_location import place_experts
 from negamax.engine.core.kv_events import EventPublisher
@@ -87,11 +87,11 @@ def _start_loop(
     check_key(options.nodes)
     publishers = _open_publishers(options, replica, started)
     source = locate(options)
-    folder = None
-    if options.kv_transfer is not None:
-        check_transfer_address(options.kv_transfer)
-        if options.kv_transfer.lane == NIXL:
-            check_nixl(options.kv_transfer.transport)
+    transfer, folder = options.kv_transfer, None
+    if transfer is not None:
+        check_transfer_address(transfer)
+        if transfer.lane == NIXL:
+            check_nixl(transfer.transport)
         folder = PrivateFolder()
         started.callback(folder.remove)
     elif options.kv_transfer_config is not None:
@@ -99,8 +99,7 @@ def _start_loop(
         logger.info("--kv-transfer-config: %s exchanges no prompts with other engines", connector)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
-    if folder is not None and options.kv_transfer is not None:
-        transfer = options.kv_transfer
+    if transfer is not None and folder is not None:
         host = None if transfer.is_loopback else transfer.host
         config = replace(config, lane=LaneOptions(transfer.lane, folder.path, host))
     grammars = GrammarManager(
@@ -109,7 +108,7 @@ def _start_loop(
         eos_token_ids=config.eos_token_ids,
     )
     started.callback(grammars.shutdown)
-    # On a CPU the first grammar starts the grammar process, because ranks need all cores at start.
+    # On a CPU, only the first grammar starts the process, because ranks need all cores at start.
     if config.device != "cpu":
         grammars.start()
     executor = _start_executor(config, options, source, script=script, launcher=launcher)
@@ -182,18 +181,12 @@ def _open_transfers(
         send=sockets.send,
         copy=sockets.copy,
     )
-    where = f"{transfer.host}:{transfer.port}"
-    logger.info("the engine exchanges prompts with other engines at %s as %s", where, transfer.role)
-    logger.info("ranks send KV blocks by %s, on %d lanes", transfer.lane, len(ready.lanes))
-    engine_id = sockets.transfers.engine_id
-    return sockets, TransferInfo(
-        engine_id,
-        transfer.role,
-        transfer.host,
-        transfer.port,
-        len(ready.lanes),
-        transfer.hosts_of_others,
-    )
+    engine_id, num_lanes = sockets.transfers.engine_id, len(ready.lanes)
+    host, port, role = transfer.host, transfer.port, transfer.role
+    logger.info("the engine exchanges prompts with other engines at %s:%d as %s", host, port, role)
+    logger.info("ranks send KV blocks by %s, on %d lanes", transfer.lane, num_lanes)
+    about = TransferInfo(engine_id, role, host, port, num_lanes, transfer.hosts_of_others)
+    return sockets, about
 
 
 def _make_worker_config(
@@ -330,9 +323,8 @@ def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | Non
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. If the draft lacks an embedding or a
-    head, it uses the embedding or the head of the target in `folder`. Raises `CheckpointError`, or
-    `ConfigError` if the draft cannot use the target's embedding or head.
+    """Record whether `draft` has its own embedding and head. A draft without one of them uses that
+    of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if that does not fit.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -386,12 +378,12 @@ def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
     logger.info("%s; %d KV blocks of %d tokens", summary, ready.num_kv_blocks, block_size)
     if ready.memory_summary:
         logger.info("%s", ready.memory_summary)
-    if ready.num_host_blocks:
+    if num_blocks := dp * ready.num_host_blocks:
         logger.info(
             "main memory has room for the KV of %d more tokens (%d blocks, %.2f GiB on all ranks)",
-            dp * ready.num_host_blocks * block_size,
-            dp * ready.num_host_blocks,
-            dp * ready.num_host_blocks * ready.host_block_bytes / 2**30,
+            num_blocks * block_size,
+            num_blocks,
+            num_blocks * ready.host_block_bytes / 2**30,
         )
     if ready.num_file_blocks:
         logger.info(
@@ -414,8 +406,10 @@ def _start_executor(
 ) -> Executor:
     if script is not None:
         return ScriptedExecutor(script, source, options, block_size=config.block_size)
+    if config.layout.world_size == 1:
+        return InProcessExecutor(config)
     if config.layout.nodes == 1:
-        return start_executor(config)
+        return MultiProcessExecutor(config)
     facts = collect_facts(options, source, device=config.device)
     checks = {} if launcher is None else {"check": launcher.check}
     return start_on_nodes(config, options.nodes, facts=facts, **checks)
@@ -578,11 +572,8 @@ def default_num_threads(num_ranks: int) -> int:
 
 def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
     """Limit the context length to `pool_tokens` + 1. A sequence's last token needs no KV."""
-    if max_model_len > pool_tokens + 1:
-        logger.warning(
-            "the KV cache holds %d tokens, so the context length is %d instead of %d",
-            pool_tokens,
-            pool_tokens + 1,
-            max_model_len,
-        )
-    return min(max_model_len, pool_tokens + 1)
+    limit = pool_tokens + 1
+    if max_model_len > limit:
+        text = "the KV cache holds %d tokens, so the context length is %d instead of %d"
+        logger.warning(text, pool_tokens, limit, max_model_len)
+    return min(max_model_len, limit)
