@@ -108,14 +108,13 @@ def _check_shape(
         if len(row) == length:
             continue
         copies = f" and {redundant} copies" if of_slots else ""
-        hint = None
-        if of_slots and len(row) > num_experts:
-            further = len(row) - num_experts
+        hint, further = "use a recording of this model", len(row) - num_experts
+        if of_slots and further > 0:
             hint = f"""use --eplb-config '{{"num_redundant_experts": {further}}}'"""
         raise ConfigError(
             f"{_FLAG}: {name} has {len(row)} numbers in layer {layer}; expected: {num_experts} "
             f"experts{copies}",
-            hint=hint or "use a recording of this model",
+            hint=hint,
         )
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import dropwhile, groupby
 from operator import itemgetter
 from queue import SimpleQueue
 
@@ -59,7 +59,7 @@ class _Run:
 
 
 class CacheMirror:
-    """The cached blocks of a rank that subscribers know. Only one thread may use an instance.
+    """The cached blocks of a rank, as sent to subscribers. Only one thread may use an instance.
 
     The methods process blocks by built-in functions, so that they hold the GIL only briefly.
     """
@@ -109,12 +109,8 @@ class CacheMirror:
 
     def _learn(self, chain: BlockHashes, first: int, stop: int) -> list[bytes]:
         """Store the unknown blocks among blocks `first` to `stop`, and return their hashes."""
-        hashes = chain.computed(first, stop)
-        num_known = next(
-            (at for at, one in enumerate(hashes) if one not in self._runs), len(hashes)
-        )
-        first += num_known
-        hashes = hashes[num_known:]
+        hashes = list(dropwhile(self._runs.__contains__, chain.computed(first, stop)))
+        first = stop - len(hashes)
         if hashes:
             parent = chain.computed(first - 1, first)[0] if first else None
             tokens = _encode_tokens(chain.tokens(first, stop))
@@ -251,10 +247,8 @@ class EventPublisher:
     def _send_events(self) -> None:
         with self._events:
             while (changes := self._queue.get()) != _STOP:
-                if isinstance(changes, CacheLog):
-                    self._send(self._mirror.apply(changes))
-                else:
-                    self._send(self._mirror.clear())
+                is_lost = not isinstance(changes, CacheLog)
+                self._send(self._mirror.clear() if is_lost else self._mirror.apply(changes))
 
     def _send(self, events: list[KvEvent]) -> None:
         if not events:

@@ -54,9 +54,8 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         one_engine=one_engine,
         split_for=read_ranks(source.tokenizer_folder) if is_read else (),
     )
-    plan = replace(
-        plan, candidates=tuple(each for each in plan.candidates if _is_taken(options, each))
-    )
+    allowed = tuple(each for each in plan.candidates if _is_allowed(options, each))
+    plan = replace(plan, candidates=allowed)
     best = plan.busiest if mode == "throughput" else plan.fastest
     if best is None:
         raise ConfigError(
@@ -75,14 +74,13 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
     return replace(options, **best.topology.sizes, num_replicas=best.topology.replicas)
 
 
-def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
+def _is_allowed(options: EngineOptions, candidate: Candidate) -> bool:
     """Return whether `options` allow `candidate`. DCP and index sharding are never defaults."""
-    if candidate.topology.dcp > 1:
-        return False
-    if candidate.shards_index and options.index_cache_sharding != "on":
+    topology, shards_index = candidate.topology, candidate.shards_index
+    if topology.dcp > 1 or (shards_index and options.index_cache_sharding != "on"):
         return False
     try:
-        replace(options, **candidate.topology.sizes)
+        replace(options, **topology.sizes)
     except ConfigError:
         return False
     return True

@@ -1,7 +1,7 @@
 """Run an engine process, which `engine.client.connection` starts.
 
 The first message to the process contains the options. Server processes send requests and get
-results. A thread sends heartbeats and watches ranks. A thread ends the process if its parent ends.
+results. One thread sends heartbeats and watches ranks; another ends the process with its parent.
 """
 
 import gc
@@ -25,7 +25,6 @@ from negamax.engine import wire
 from negamax.engine.core.loop import EngineLoop
 
 logger = get_logger(__name__)
-
 
 LOOK_SECONDS = 0.1  # Time between two checks whether ranks are alive.
 # The heartbeat thread waits `LAST_STEP_SECONDS` for the engine loop to report a dead rank itself.

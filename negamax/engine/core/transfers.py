@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -66,11 +67,10 @@ class _Pull:
     blocks: Import | None = None
     number: int = -1  # Number of the pull's `ImportBlocks` command; -1: none yet.
     num_copying: int = 0  # Number of ranks that have not finished the copy.
-    problem: str = ""
+    problem: str = ""  # Reason why the copy failed.
 
 
-@dataclass(frozen=True)
-class _WaitingOpen:
+class _WaitingOpen(NamedTuple):
     peer: bytes
     message: OpenLease
     deadline: float
@@ -157,16 +157,10 @@ class Transfers:
                 self._complete(pull, request)
             return
         salt, images = request.cache_salt, request.images
-        hashes = BlockHashes(list(tokens), block_size=size, salt=salt, images=images)
-        self._pulls[peer, remote.lease_id] = _Pull(
-            peer,
-            remote.lease_id,
-            prompt_hash,
-            salt,
-            [hashes[index] for index in range(num_blocks)],
-            [request],
-            deadline=now + self.config.timeout_seconds,
-        )
+        chain = BlockHashes(list(tokens), block_size=size, salt=salt, images=images)
+        hashes = [chain[index] for index in range(num_blocks)]
+        deadline = now + self.config.timeout_seconds
+        self._pulls[key] = _Pull(*key, prompt_hash, salt, hashes, [request], deadline)
         fields = (remote.engine_id, self.fingerprint, prompt_hash, num_blocks)
         self.send(peer, OpenLease(remote.lease_id, *fields))
 
@@ -245,11 +239,9 @@ class Transfers:
                 self._answer(lease, waiting.peer, waiting.message)
         self.shared.settled.clear()
         for lease_id, opens in list(self._waiting.items()):
-            left = [each for each in opens if each.deadline > now]
-            if not left:
+            opens[:] = [each for each in opens if each.deadline > now]
+            if not opens:
                 del self._waiting[lease_id]  # The decoding engines no longer wait.
-            elif len(left) < len(opens):
-                self._waiting[lease_id] = left
         for pull in list(self._pulls.values()):
             if pull.phase is not Phase.COPYING and pull.deadline <= now:
                 self.send(pull.peer, CloseLease(pull.lease_id))
@@ -268,15 +260,12 @@ class Transfers:
     def _end_unread(self, *, now: float) -> None:
         """End the oldest lease that no engine has asked for, to free blocks for later prompts."""
         for lease in self.shared.leases.values():
-            since = now - (lease.expires - self.config.lease_seconds)
-            if (
-                since >= UNREAD_SECONDS
-                and not lease.is_open
-                and lease.lease_id not in self._waiting
-            ):
+            age = now - (lease.expires - self.config.lease_seconds)
+            is_asked_for = lease.is_open or lease.lease_id in self._waiting
+            if age >= UNREAD_SECONDS and not is_asked_for:
                 self.counts.num_expired_leases += 1
                 text = "lease %s ended unread after %.1f s: main memory is full"
-                logger.warning(text, lease.lease_id, since)
+                logger.warning(text, lease.lease_id, age)
                 self.shared.end(lease.lease_id)
                 return
 
