@@ -34,7 +34,8 @@ _LAST_WORDS_SECONDS = 1.0  # Time between reporting and killing a hung parent.
 
 class Silence:
     """Measures the seconds since the last heartbeat of a process. Only one watcher calls `seconds`,
-    several times a second. Each call adds at most `_LONGEST_LOOK_SECONDS` of silence.
+    several times a second. Each call adds at most `_LONGEST_LOOK_SECONDS`, so that a pause of the
+    watcher does not count as silence of the process.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ def spawn(
     environment, with `variables`. The child can log as its parent does (`log.setup_as_parent`). The
     child's standard input is an unbuffered pipe that ends when the parent ends.
     """
-    added = {log.CHILD_VARIABLE: log.settings()} | dict(variables or {})
+    added = {log.CHILD_VARIABLE: log.settings(), **(variables or {})}
     child_env = env.make_child_env(has_secrets=has_secrets, **added)
     return subprocess.Popen(
         [sys.executable, "-m", module, *args], bufsize=0, stdin=subprocess.PIPE,

@@ -119,11 +119,8 @@ class LLM:
         template = None if options.chat_template is None else Path(options.chat_template)
         self.chat_template = ChatTemplate.from_folder(source.tokenizer_folder, template)
         self._loop, self.info = start_loop(self._options)
-        self._images = (
-            None
-            if self.info.vision is None
-            else ImageLoader(self.info.vision, max_model_len=self.info.max_model_len)
-        )
+        vision, limit = self.info.vision, self.info.max_model_len
+        self._images = None if vision is None else ImageLoader(vision, max_model_len=limit)
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
         # Updates by request id. A stream that runs the loop also gets updates of other requests.

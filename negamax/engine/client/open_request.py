@@ -120,7 +120,7 @@ class OpenRequest:
         self._take = take
         try:
             self._begin()
-            self._hand_kept()
+            self._deliver_stored()
             failure = await self._ended
             if failure is not None:
                 raise failure
@@ -134,7 +134,7 @@ class OpenRequest:
 
     def resume(self) -> None:
         self._is_paused = False
-        self._hand_kept()
+        self._deliver_stored()
 
     def abort(self) -> None:
         """End choices that were not sent to the engine. `Replica.abort` ends the other choices."""
@@ -173,7 +173,7 @@ class OpenRequest:
             self._announce()
             return
         try:
-            self._hand(update)
+            self._deliver(update)
         except Exception as error:
             self._end(error)
             return
@@ -185,13 +185,13 @@ class OpenRequest:
         if self._failure is None:
             self._failure = error
         self._announce()
-        self._hand_kept()
+        self._deliver_stored()
 
     def _announce(self) -> None:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
-    def _hand_kept(self) -> None:
+    def _deliver_stored(self) -> None:
         """Unless the request is paused, deliver its stored updates and then its stored error."""
         if self._take is None or self._is_paused:
             return
@@ -201,12 +201,12 @@ class OpenRequest:
         if self._failure is not None and not self._is_paused:
             error = self._failure
             try:
-                self._hand_waiting()
+                self._deliver_waiting()
             except Exception as wrong:
                 error = wrong
             self._end(error)
 
-    def _hand(self, update: SequenceUpdate) -> None:
+    def _deliver(self, update: SequenceUpdate) -> None:
         check_served(update)
         assert self._replica is not None
         if self._unsent:
@@ -236,7 +236,7 @@ class OpenRequest:
                 return
         self._take(self.prompt_index, output)
 
-    def _hand_waiting(self) -> None:
+    def _deliver_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for output in waiting.values():
             if self._take is not None:

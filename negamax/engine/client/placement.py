@@ -73,7 +73,7 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """Hashes of prompt blocks that each replica got. A new hash may overwrite an older one.
+    """Hashes of prompt blocks that each replica received. A new hash may overwrite an older one.
     Processes share the table without locks, because a wrong entry affects speed only.
     """
 

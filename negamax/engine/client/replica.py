@@ -52,7 +52,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """Return what sends no heartbeats ("the engine" or a rank such as "rank 3"), or None."""
+        """Return the part without heartbeats, such as "the engine" or "rank 3", or None."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"

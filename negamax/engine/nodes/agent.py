@@ -85,7 +85,7 @@ class Agent:
             signal.signal(number, self._on_signal)
         next_beat = 0.0
         if self._health is not None:
-            self._health.watch(self._what_is_missing)
+            self._health.watch(self._explain_unready)
         try:
             while not self._is_stopped:
                 if self._health is not None:
@@ -151,10 +151,10 @@ class Agent:
             self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
-            self._log_waiting(self._why_no_answer())
+            self._log_waiting(self._explain_silence())
             self._disconnect()  # The next connection resolves the name of node 0 again.
 
-    def _why_no_answer(self) -> str:
+    def _explain_silence(self) -> str:
         address = (self._node_0, self._options.master_port)
         try:
             sockets.create_connection(address, timeout=_PROBE_SECONDS).close()
@@ -162,8 +162,8 @@ class Agent:
             return error.strerror or str(error)
         return f"another program uses the port, or {KEY_VARIABLE} differs from node 0's value"
 
-    def _what_is_missing(self) -> str:
-        """Return why this node is not ready, or "". `NodeHealth` calls this method in a thread."""
+    def _explain_unready(self) -> str:
+        """Return why this node is not ready, or "". The thread of `NodeHealth` calls it."""
         return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Collect facts that must be equal on all nodes and that node 0 compares before weights load."""
+"""Collect facts that must be equal on all nodes. Node 0 compares the facts before weights load."""
 
 import hashlib
 from collections.abc import Iterator
@@ -66,9 +66,9 @@ def _digest(value: object) -> str:
 
 def _tensors_digest(folder: Path | None) -> str:
     if folder is None:
-        return "drawn"
+        return "synthetic"
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return hashlib.blake2b(read_file(index), digest_size=8).hexdigest()
     single = folder / "model.safetensors"
-    return f"{single.stat().st_size} bytes" if single.exists() else "not one list"
+    return f"{single.stat().st_size} bytes" if single.exists() else "several files without an index"

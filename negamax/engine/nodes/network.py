@@ -53,9 +53,9 @@ def check_key(options: NodeOptions) -> None:
             return
     raise ConfigError(
         f"{KEY_VARIABLE} is not set, and --master-addr is {host}: any program that reaches the "
-        f"ports of the nodes could join and read requests",
+        "ports of the nodes could join and read requests",
         hint=f"set {KEY_VARIABLE} to the same secret on all nodes, for example to the output of "
-        f"`openssl rand -hex 32`",
+        "`openssl rand -hex 32`",
     )
 
 
@@ -122,10 +122,8 @@ def check_ports(address: str, ports: Sequence[int]) -> None:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                if port > 65535:
-                    raise OverflowError
                 probe.bind((address, port))
-            except (OSError, OverflowError) as error:
+            except (OSError, OverflowError) as error:  # OverflowError: the port exceeds 65535.
                 why = error.strerror if isinstance(error, OSError) else "the highest port is 65535"
                 raise ResourceError(
                     f"port {port} on {address} cannot be used: {why}; the nodes need "
@@ -146,11 +144,11 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
     """Return (interface, option or variable that names it), or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
+    known = [each for _, each in socket.if_nameindex()]
     for reason, value in found:
         name = value.split(",")[0].strip().removeprefix("=").split(":")[0]
         if not name or name.startswith("^"):
             continue
-        known = [each for _, each in socket.if_nameindex()]
         # A value for gloo or NCCL may be a prefix of the interface's name.
         fitting = [name] if name in known else [each for each in known if each.startswith(name)]
         if not fitting or (reason == "--interface" and name not in known):

@@ -114,23 +114,23 @@ class RayPlacement:
             return error
         return None
 
-    def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have enough resources, free or (with `one_day`) in total."""
+    def _fits(self, count: int, *, if_idle: bool = False) -> bool:
+        """Return whether `count` nodes have room now or, with `if_idle`, on idle machines."""
         share = self.share(count)
         room = [
             node.id
             for node in self.nodes
-            if (node.total if one_day else node.available).holds(share)
+            if (node.total if if_idle else node.available).holds(share)
         ]
         return self.own.id in room and len(room) >= count
 
     def _remedy(self) -> str:
         counts = self.counts()
-        if any(self._fits(count, one_day=True) for count in counts):
+        if any(self._fits(count, if_idle=True) for count in counts):
             return "end programs that use the resources, or raise --ray-placement-timeout"
         for count in self._divisors():
             objection = self._objection(count)
-            if objection is not None and objection.hint and self._fits(count, one_day=True):
+            if objection is not None and objection.hint and self._fits(count, if_idle=True):
                 return objection.hint
         for count in counts:
             share = self.share(count)
