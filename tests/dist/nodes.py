@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,14 @@ def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
 
 
 def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
-    """Return the seconds from `fault`, during a request, until an error ends the request."""
+    request = partial(llm.generate, PROMPTS[0], LONG)
+    return seconds_until_error(request, fault, EngineDeadError, words)
+
+
+def seconds_until_error(
+    request: Callable[[], object], fault: Any, error: type[Exception], words: str = ""
+) -> float:
+    """Return the seconds from `fault`, during `request`, until `error` ends the request."""
     hit: list[float] = []
 
     def strike() -> None:
@@ -68,7 +76,7 @@ def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
 
     timer = threading.Timer(0.3, strike)
     timer.start()
-    with pytest.raises(EngineDeadError, match=words):
-        llm.generate(PROMPTS[0], LONG)
+    with pytest.raises(error, match=words):
+        request()
     timer.join()
     return time.monotonic() - hit[0]

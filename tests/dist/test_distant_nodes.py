@@ -75,28 +75,22 @@ def agent(network: DistantMachines) -> Iterator[Agent]:
     made.kill()
 
 
-class Group:
+@contextlib.contextmanager
+def running(network: DistantMachines, count: int = 2) -> Iterator[NodeGroup]:
     """Run node 0 without ranks. Other nodes have ranks that wait for plans."""
-
-    def __init__(self, network: DistantMachines, count: int = 2) -> None:
-        meeting = meeting_at(network, count)
-        options = EngineOptions(
-            "nano", device="cpu", dtype="float32", pipeline_parallel_size=count, **meeting
-        )
-        self._layout = ParallelLayout(pp=count, nodes=count)
-        self.facts = collect_facts(options, locate(options), device="cpu")
-        self._options = options.nodes
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[NodeGroup]:
-        group = NodeGroup(self._options, self._layout, facts=self.facts)
-        group.meet()
-        group.start()
-        try:
-            wait_until(lambda: all(node.last_datagram > 2 for node in group._nodes))
-            yield group
-        finally:
-            group.stop(timeout=0.0, restarts=True)
+    meeting = meeting_at(network, count)
+    options = EngineOptions(
+        "nano", device="cpu", dtype="float32", pipeline_parallel_size=count, **meeting
+    )
+    facts = collect_facts(options, locate(options), device="cpu")
+    group = NodeGroup(options.nodes, ParallelLayout(pp=count, nodes=count), facts=facts)
+    group.meet()
+    group.start()
+    try:
+        wait_until(lambda: all(node.last_datagram > 2 for node in group._nodes))
+        yield group
+    finally:
+        group.stop(timeout=0.0, restarts=True)
 
 
 Ways = list[tuple[int, int]]  # pairs of source and target machines
@@ -134,9 +128,8 @@ def num_dropped(network: DistantMachines) -> int:
 
 
 def test_only_long_losses_raise_an_alarm(network: DistantMachines, agent: Agent) -> None:
-    node_0 = Group(network)
     for starts, (ways, words) in enumerate(CUTS, 1):
-        with node_0.running() as group:
+        with running(network) as group:
             if ways == BOTH:
                 disconnect(network, ways, seconds=HARMLESS_SECONDS)
                 time.sleep(wire.SILENCE_SECONDS - HARMLESS_SECONDS)
@@ -178,7 +171,7 @@ def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = [Agent(network, node, *options) for node in (1, 2)]
     try:
-        with Group(network, 3).running() as group:
+        with running(network, 3) as group:
             network.set_links(source=1, target=2, cut=True)
             assert wait_until(group.death) < NOTICED_SECONDS
             assert re.match("node 1 sent no heartbeat for 2.* on node 2", group.death() or "")
@@ -204,7 +197,7 @@ def test_names_a_rank_behind_a_firewall(
 @pytest.mark.parametrize("ways", [BOTH, TO_NODE_1, TO_NODE_0], ids=["both", "to 1", "to 0"])
 def test_short_gaps_raise_no_alarm(network: DistantMachines, agent: Agent, ways: Ways) -> None:
     network.set_links(delay=FAR["delay"], jitter=FAR["jitter"])
-    with Group(network).running() as group:
+    with running(network) as group:
         for _ in range(6):
             disconnect(network, ways, seconds=HARMLESS_SECONDS)
             time.sleep(1.0)
@@ -215,7 +208,7 @@ def test_short_gaps_raise_no_alarm(network: DistantMachines, agent: Agent, ways:
 @pytest.mark.full
 def test_lost_packets_raise_no_alarm(network: DistantMachines, agent: Agent) -> None:
     network.set_links(**FAR | {"loss": 0.1})  # The first message may be lost, too.
-    with Group(network).running() as group:
+    with running(network) as group:
         time.sleep(60.0)
         assert group.death() is None
     assert num_dropped(network) > 50
