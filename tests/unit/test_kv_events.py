@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from negamax.api.router.kv_events import BlockIndex
 from negamax.base.errors import ConfigError
 from negamax.engine.core.kv_events import KEPT_STEPS, CacheMirror, EventPublisher
-from negamax.engine.kv_event_wire import EventBatch
+from negamax.engine.kv_event_wire import EventBatch, KvEvent
 from negamax.options.engine import EngineOptions
 from negamax.options.kv_events import KvEventsConfig, listens
 from negamax.scheduler.cache_log import CacheLog
@@ -91,12 +92,9 @@ def test_bad_configs_are_refused(given: dict[str, Any], num_ranks: int, part: st
 def test_events_need_a_prefix_cache_and_a_free_address() -> None:
     with pytest.raises(ConfigError, match="--no-enable-prefix-caching turns the cache off"):
         EngineOptions("nano", enable_prefix_caching=False, kv_events_config=ENABLED)
-    publisher = make_publisher()
-    try:
-        with pytest.raises(ConfigError, match=r"cannot listen at endpoint tcp.*in use"):
-            EventPublisher(publisher._config, 0)
-    finally:
-        publisher.close()
+    words = r"cannot listen at endpoint tcp.*in use"
+    with publishing() as publisher, pytest.raises(ConfigError, match=words):
+        EventPublisher(publisher._config, 0)
 
 
 def make_changes(tokens: list[int], *, salt: str = "", stop: int | None = None) -> CacheLog:
@@ -104,6 +102,10 @@ def make_changes(tokens: list[int], *, salt: str = "", stop: int | None = None) 
     chain = BlockHashes(tokens, block_size=4, salt=salt)
     hashes = [chain[index] for index in range(len(tokens) // 4)]
     return CacheLog([(chain, 0, len(hashes))], [(each, True) for each in hashes[:stop]], [])
+
+
+def encode(events: list[KvEvent]) -> bytes:
+    return msgspec.msgpack.encode(EventBatch(0.0, events, 0))
 
 
 def test_events_on_the_wire_are_maps_in_a_list() -> None:
@@ -164,7 +166,7 @@ class EventTrace(FileTrace):
             changes = rank.cache_log.take()
             events = [] if changes is None else mirror.apply(changes)
             if events:
-                payload = msgspec.msgpack.encode(EventBatch(0.0, events, 0))
+                payload = encode(events)
                 index = self.indexes[rank]
                 index.apply(index.next_number or 0, payload)
                 batch = view.apply(payload)
@@ -236,9 +238,9 @@ def test_blocks_that_another_sequence_stored_first_split_a_run() -> None:
     mirror = CacheMirror()
     first = mirror.apply(make_changes(list(range(20))))
     for events in (first, mirror.apply(CacheLog([], [(changes.kv[1][0], False)], []))):
-        view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0)))
+        view.apply(encode(events))
     kv = [changes.kv[1], *changes.kv[5:]]
-    view.apply(msgspec.msgpack.encode(EventBatch(0.0, mirror.apply(replace(missing, kv=kv)), 0)))
+    view.apply(encode(mirror.apply(replace(missing, kv=kv))))
     assert view.cached["GPU"] == {shorten(block_hash) for block_hash, _ in changes.kv}
 
 
@@ -252,7 +254,7 @@ def test_blocks_from_elsewhere_are_told_when_their_tokens_are_known() -> None:
     for stop in (0, 2, 3):  # number of blocks that admitted sequences share
         events = mirror.apply(CacheLog([(chain, 0, stop)], [], []))
         assert bool(events) == bool(stop)
-        view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0))) if events else None
+        view.apply(encode(events)) if events else None
     names = [shorten(block_hash) for block_hash, _ in changes.kv]
     assert view.cached == {"GPU": set(names[:2]), "CPU": set(names)}
     assert mirror.apply(CacheLog([(chain, 0, 3)], [], [])) == []
@@ -261,18 +263,19 @@ def test_blocks_from_elsewhere_are_told_when_their_tokens_are_known() -> None:
     assert type(event).__name__ == "AllBlocksCleared"
 
 
-def make_publisher(**changes: Any) -> EventPublisher:
+@contextmanager
+def publishing(**changes: Any) -> Iterator[EventPublisher]:
     port = free_port()
-    config = {
+    endpoints = {
         "endpoint": f"tcp://127.0.0.1:{port}",
         "replay_endpoint": f"tcp://127.0.0.1:{port + 1}",
     }
-    return EventPublisher(KvEventsConfig(**config | changes), 0)
+    with closing(EventPublisher(KvEventsConfig(**endpoints | changes), 0)) as publisher:
+        yield publisher
 
 
 def test_first_blocks_follow_a_clear_and_late_subscribers_catch_up() -> None:
-    publisher = make_publisher(topic="kv-events", buffer_steps=4)
-    try:
+    with publishing(topic="kv-events", buffer_steps=4) as publisher:
         publisher.start()
         changes = [make_changes([at] * 8) for at in range(6)]
         with Subscriber(publisher._config.endpoint, "kv-events") as early:
@@ -290,13 +293,10 @@ def test_first_blocks_follow_a_clear_and_late_subscribers_catch_up() -> None:
             late.apply(payload)
             assert sequence >= 3  # `buffer_steps` ago
         assert late.cached["GPU"] < early.view.cached["GPU"] and len(late.cached["GPU"]) == 8
-    finally:
-        publisher.close()
 
 
 def test_a_full_queue_drops_changes_and_clears_the_view() -> None:
-    publisher = make_publisher(max_queue_size=2)
-    try:
+    with publishing(max_queue_size=2) as publisher:
         for at in range(5):
             publisher.publish(make_changes([at] * 8))  # The publisher's thread does not run yet.
         assert publisher.num_dropped == 3
@@ -312,14 +312,11 @@ def test_a_full_queue_drops_changes_and_clears_the_view() -> None:
         view = view_of_replay(publisher._config.replay_endpoint)
         assert view.num_cleared == 3
         assert view.cached == {"GPU": {shorten(name) for name, _ in make_changes([9] * 8).kv}}
-    finally:
-        publisher.close()
 
 
 def test_a_subscriber_that_does_not_read_blocks_nothing() -> None:
-    publisher = make_publisher(hwm=1)
-    publisher.start()
-    try:
+    with publishing(hwm=1) as publisher:
+        publisher.start()
         with Subscriber(publisher._config.endpoint) as slow:
             slow.receive(wait_ms=500)
             changes = make_changes(list(range(20_000)))
@@ -331,17 +328,14 @@ def test_a_subscriber_that_does_not_read_blocks_nothing() -> None:
             while slow._socket.poll(500):
                 received.append(slow._socket.recv_multipart()[1])
             assert 0 < len(received) < 300 and received == sorted(received)
-    finally:
-        publisher.close()
 
 
 def test_peers_that_never_read_share_the_batches_and_large_frames_are_refused() -> None:
-    publisher = make_publisher()
-    publisher.start()
-    address = publisher._config.replay_endpoint
-    assert address is not None
     with zmq.Context() as context, ExitStack() as stack:
-        stack.callback(publisher.close)
+        publisher = stack.enter_context(publishing())
+        publisher.start()
+        address = publisher._config.replay_endpoint
+        assert address is not None
         changes = make_changes(list(range(20_000)))
         for _ in range(1000):  # 60 MB
             publisher.publish(changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from negamax.options.route import EventAddress, RouteOptions, list_event_address
 from tests.e2e.conftest import eventually
 from tests.ports import free_port
 from tests.tables import read_table
-from tests.unit.test_kv_events import make_changes, make_publisher
+from tests.unit.test_kv_events import make_changes, publishing
 from tests.unit.test_open_request import in_loop
 from tests.unit.test_router import CHAT, OK, answer_with, ask, chat, pool_of, routing
 
@@ -188,31 +188,27 @@ def test_another_publisher_at_the_address_starts_with_an_empty_index() -> None:
 
 
 def test_a_dead_server_has_no_blocks_and_a_restarted_one_only_its_own() -> None:
-    publisher = make_publisher()
-    config = publisher._config
-    reader = EventReader([EventAddress(config.endpoint, config.replay_endpoint)])
-    (index,) = reader.indexes
-    try:
-        publisher.start()
-        for at in range(5):
-            publisher.publish(make_changes([at] * 8))
-        assert eventually(lambda: len(index) == 10)
-        publisher.close()
+    with ExitStack() as stack:
+        with publishing() as publisher:
+            config = publisher._config
+            reader = EventReader([EventAddress(config.endpoint, config.replay_endpoint)])
+            stack.callback(reader.close)
+            (index,) = reader.indexes
+            publisher.start()
+            for at in range(5):
+                publisher.publish(make_changes([at] * 8))
+            assert eventually(lambda: len(index) == 10)
         assert eventually(lambda: not index.is_live and len(index) == 0)
-        again = make_publisher(
-            endpoint=config.endpoint, replay_endpoint=config.replay_endpoint, buffer_steps=2
-        )
-        again.start()
-        for at in range(9):  # more batches than the first publisher sent
-            again.publish(make_changes([50 + at] * 8))
-        assert eventually(lambda: index.is_live and index.next_number == 10)
-        again.publish(make_changes([99] * 8))
-        assert eventually(lambda: index.next_number == 11)
-        # The replay has only the latest two batches, so some blocks may be missing.
-        assert 4 <= len(index) <= 20 and index.num_losses == 0
-        again.close()
-    finally:
-        reader.close()
+        addresses = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
+        with publishing(**addresses, buffer_steps=2) as again:
+            again.start()
+            for at in range(9):  # more batches than the first publisher sent
+                again.publish(make_changes([50 + at] * 8))
+            assert eventually(lambda: index.is_live and index.next_number == 10)
+            again.publish(make_changes([99] * 8))
+            assert eventually(lambda: index.next_number == 11)
+            # The replay has only the latest two batches, so some blocks may be missing.
+            assert 4 <= len(index) <= 20 and index.num_losses == 0
 
 
 def test_malformed_events_affect_only_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
