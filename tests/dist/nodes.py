@@ -65,7 +65,7 @@ def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
 
 
 def seconds_until_error(
-    request: Callable[[], object], fault: Any, error: type[Exception], words: str = ""
+    request: Callable[[], object], fault: Any, error: type[Exception], words: str | None = None
 ) -> float:
     """Return the seconds from `fault`, during `request`, until `error` ends the request."""
     hit: list[float] = []
