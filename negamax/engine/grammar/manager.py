@@ -458,7 +458,12 @@ class GrammarManager:
                         self._risky.append(rule)
                 self._assign_workers()
             case wire.GrammarRefused():
-                self._refuse(message.key, message.message, client, is_timeout=message.is_timeout)
+                rule = self._by_key.get(message.key)
+                if rule is not None and rule.client is client:
+                    rule.refusal = message.message
+                    client.is_spent |= message.is_timeout or client.spec is not None
+                    if message.is_timeout:
+                        self._remember(rule, message.message)
             case wire.NextMasks():
                 for answer in message.masks:
                     rule = self._by_key.get(answer.key)
@@ -474,15 +479,6 @@ class GrammarManager:
             call_id = reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
-
-    def _refuse(self, key: int, message: str, client: GrammarClient, *, is_timeout: bool) -> None:
-        rule = self._by_key.get(key)
-        if rule is None or rule.client is not client:
-            return
-        rule.refusal = message
-        client.is_spent |= is_timeout or client.spec is not None
-        if is_timeout:
-            self._remember(rule, message)
 
     def _is_refused(self, rule: RequestGrammar) -> bool:
         """Return whether an earlier refusal of the same grammar is still valid."""

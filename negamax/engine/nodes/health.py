@@ -63,15 +63,12 @@ class NodeHealth:
             return _response("404 Not Found", {"error": f"allowed: {', '.join(_PATHS)}"})
         if method not in ("GET", "HEAD"):
             return _response("405 Method Not Allowed", {"error": "use GET"})
-        problem = self._problem(path)
+        seconds = time.monotonic() - (self._turned_at or time.monotonic())
+        problem = "" if path == "/livez" else self._missing()
+        if seconds > STILL_SECONDS:
+            problem = f"the agent has been stuck for {seconds:.0f} s"
         status = "503 Service Unavailable" if problem else "200 OK"
         return _response(status, {"status": problem or "ok"}, head=method == "HEAD")
-
-    def _problem(self, path: str) -> str:
-        seconds = time.monotonic() - (self._turned_at or time.monotonic())
-        if seconds > STILL_SECONDS:
-            return f"the agent has been stuck for {seconds:.0f} s"
-        return "" if path == "/livez" else self._missing()
 
 
 def _listen(host: str, port: int) -> socket.socket:
