@@ -149,8 +149,11 @@ def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
         return parts[0]
     experts = None
     if of_engines := [part.experts for part in parts if part.experts is not None]:
-        least, rebalances, moved = zip(*map(msgspec.structs.astuple, of_engines), strict=True)
-        experts = ExpertStats(min(least), sum(rebalances), sum(moved))
+        experts = ExpertStats(
+            min(each.balancedness for each in of_engines),
+            sum(each.num_rebalances for each in of_engines),
+            sum(each.num_moved for each in of_engines),
+        )
     latest = max((part.at for part in parts), default=0.0)
     return EngineStats(**sum_fields(EngineStats, parts), experts=experts, at=latest)
 
