@@ -182,9 +182,8 @@ class HostPool:
         self._stream.wait_stream(torch.cuda.current_stream())  # wait for the end of earlier steps
         with torch.cuda.stream(self._stream):
             stored, filled = frozenset(copies.stored_blocks), frozenset(copies.stored_places)
-            for (
-                batch
-            ) in self._batches:  # another rank may have reported loads that are pending here
+            # Other ranks may have reported loads that are still pending on this rank.
+            for batch in self._batches:
                 if batch.loaded_blocks & stored or batch.loaded_places & filled:
                     batch.launch.result().wait()
             for piece in stores:
