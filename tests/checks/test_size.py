@@ -4,7 +4,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # If you raise a cap, name in the commit's body the code that was removed instead.
-CAPS = {"negamax": 88_830, "tests": 63_910, "tools": 4_950, "nano": 11_050}
+CAPS = {"negamax": 87_940, "tests": 63_560, "tools": 4_930, "nano": 11_020}
 
 
 def count_lines(folder: Path) -> int:
