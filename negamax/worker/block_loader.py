@@ -20,7 +20,7 @@ class BlockLoader:
     def __init__(self, kinds: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> None:
         """`kinds`: KV blocks and host blocks, [blocks, layers, words] int64, of all caches."""
         self._stream = torch.cuda.Stream(device)
-        self._thread = ThreadPoolExecutor(1, "kv-load")
+        self._thread = ThreadPoolExecutor(1, "kv-load", torch.cuda.set_device, (device,))
         self._planes = [plane for kind in kinds for plane in split_planes(*kind)]
         library, prefix = ("amdhip64", "hip") if torch.version.hip else ("cudart", "cuda")
         version = str(torch.version.hip or torch.version.cuda).partition(".")[0]
