@@ -370,7 +370,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
     spec = FP8_SPEC if fp8 else SPEC
     tensors = to_fp8(random_tensors(spec)) if fp8 else random_tensors(spec)
     plan = plan_load(SlotModel(spec).weight_slots(), spec, save_single(tmp_path, tensors))
-    pieces = list(stream._pieces(plan.needed))
+    pieces = list(stream._plan_pieces(plan.needed))
     # Scales of a layer come before its values, which need the scales for dequantization.
     assert len(pieces) <= (6 if fp8 else 3)
     spans = sorted((w.span.start, w.span.num_bytes) for p in pieces for w in p.wanted)
@@ -390,7 +390,7 @@ def test_large_tensors(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.Mon
         plan = plan_load(model.weight_slots(), SPEC, tmp_path)
         split = [part for move in plan.needed for part in move.split(piece_bytes)]
         row = max(48, 24, 64) * 4
-        assert all(piece.num_bytes <= max(piece_bytes, row) for piece in stream._pieces(split))
+        assert all(piece.num_bytes <= max(piece_bytes, row) for piece in stream._plan_pieces(split))
         model = SlotModel(SPEC, rank=rank, size=2)
         report = load_weights(model.weight_slots(), SPEC, tmp_path)
         assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values()) // 2
@@ -405,7 +405,7 @@ def test_number_of_buffers_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     spec = tiny_spec(num_hidden_layers=6)
     save_single(tmp_path, random_tensors(spec))
     plan = plan_load(SlotModel(spec).weight_slots(), spec, tmp_path)
-    assert sum(1 for _ in stream._pieces(plan.needed)) > 4 * stream.BUFFERS
+    assert sum(1 for _ in stream._plan_pieces(plan.needed)) > 4 * stream.BUFFERS
     read: list[int] = []
 
     class Counting(CheckpointReader):
