@@ -3,7 +3,8 @@
     python -m nano.m3_export --state DIR --out DIR [--random-index]
 
 The folder has FP8 weights in one safetensors file, index, configuration, tokenizer and chat
-template. `--random-index` is a control with random index projections.
+template. `--random-index` replaces the index projections by random ones, as the control experiment
+for block selection.
 """
 
 from __future__ import annotations

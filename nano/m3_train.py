@@ -64,10 +64,8 @@ class Batch:
 def pack(
     lengths: np.ndarray, rows: int, row_tokens: int, config: M3Config
 ) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Pack documents, the longest first. Return ((document, start) per row, the remaining
-    documents).
-
-    Documents with block selection start at a multiple of the block size.
+    """Pack documents, the longest first. Documents with block selection start at a multiple of the
+    block size. Return each row's list of (document, start), and the documents that fit in no row.
     """
     block, choice = config.block_size, config.block_size * config.topk_blocks
     used = [0] * rows

@@ -165,8 +165,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         forked_children.environment()  # Imported libraries have set variables by then.
-        # Let the exit free what collection froze; Triton 3.9 reports objects that are left.
-        # pytest collects garbage before that.
+        # Unfreeze the objects of `gc.freeze` at exit, after pytest's last garbage collection. The
+        # interpreter then frees them; Triton 3.9 reports objects that are not freed.
         atexit.register(gc.unfreeze)
 
 

@@ -19,7 +19,9 @@ Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
 
 
 class ScriptedProposer(Proposer):
-    """Propose tokens of a run without drafts, with errors by kind. Unknown requests get none."""
+    """Propose the output of a run without drafts. `kind` selects whether no, all or random tokens
+    are wrong. Unknown requests get no draft tokens.
+    """
 
     num_draft_tokens = NUM_DRAFT_TOKENS
     capture: tuple[int, ...] = ()

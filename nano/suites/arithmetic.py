@@ -104,7 +104,7 @@ def _fill(template: Template, rng: random.Random, rename: Rename | None = None) 
     if rename is not None:
         rename(words, rng)
     numbers, calculations = _solve(plan, rng)
-    slots: dict[str, object] = {**numbers, **words}  # The words keep {x} for the container.
+    slots: dict[str, object] = {**numbers, **words}  # {x} is the container, not a plan variable x.
     steps = tuple(
         Step(left, operator, right, result, meaning.format(**slots))
         for left, operator, right, result, meaning in calculations

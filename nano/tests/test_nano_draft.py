@@ -24,7 +24,7 @@ def make() -> tuple[Any, Any]:
         )
     )
     with torch.no_grad():
-        net.head.mul_(40)  # The draft can learn from larger logits.
+        net.head.mul_(40)  # Enlarge the random logits so that the draft can learn from them.
     draft = draft_model.DraftModel(
         draft_model.DraftConfig(**sizes, intermediate_size=48, draft_vocab_size=40)
     )

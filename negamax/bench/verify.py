@@ -251,7 +251,7 @@ def _convert(message: Any) -> Any:
 
 
 def _find_wrong_order(text: str, parameters: Mapping[str, Any]) -> str | None:
-    """Return a message if the order of parameters in `text` differs from the declared order."""
+    """Return a message unless `text` names only the first n > 1 declared parameters, in order."""
     keys = parameters.get("properties") or parameters.keys() - _SCHEMA_WORDS
     declared = [key for key in parameters.get("properties", parameters) if key in keys]
     named = sorted((key for key in declared if key in text), key=text.index)

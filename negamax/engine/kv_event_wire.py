@@ -26,7 +26,8 @@ class BlockStored(KvEvent, kw_only=True):
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # [cache salt] for a chain's first block.
+    # One entry per block: [cache salt] for the first block of a salted chain, else None.
+    extra_keys: list[list[str] | None] | None = None
     group_idx: int
     kv_cache_spec_kind: str
 

@@ -59,7 +59,7 @@ _TRIED = 2.0  # number of standard deviations to subtract from an uncertain log 
 
 
 class DraftLength(Protocol):
-    """Chooses the number of draft tokens per plan. The choice depends only on earlier calls."""
+    """Chooses the number of draft tokens per plan, using only `num_rows` and earlier calls."""
 
     def choose(self, num_rows: int) -> int:
         """Return the draft length, to verify and to propose, for a plan with `num_rows` decodes."""

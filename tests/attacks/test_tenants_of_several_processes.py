@@ -29,7 +29,7 @@ def holder(server: Server, key: str, index: int) -> Iterator[httpx.Client]:
     raise AssertionError(f"process {index} answered no request")
 
 
-# processes of the owner and of another request: the same one, or two processes
+# (API server process of the owner's first request, of all later requests): equal or different
 BOTH = [(0, 0), (1, 0), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((0, 1), (1, 1)))]
 
 

@@ -10,7 +10,7 @@ from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Op
 from tests.kernel_cases import CASES
 from tests.kernel_cases.case import Case
 
-FURTHEST = 8.0  # allowed error of a single value, relative to the error of all values together
+FURTHEST = 8.0  # allowed error of one value, as a multiple of the allowed RMS error
 
 
 def contracts(kernels: tuple[AnyKernel, ...]) -> list[tuple[AnyKernel, torch.dtype]]:

@@ -400,7 +400,7 @@ def test_scan_deletes_its_files_by_last_use(tmp_path: Path, opened: list[FileSto
     os.utime(parts[0], (1, 1))
     store.close()
     _, again = open_store(tmp_path, opened, most_bytes=5 * store.file_bytes)
-    # The scan keeps two parts; the rest of the limit stays free.
+    # new.part counts too, and 1/16 of the limit stays free, so only three block files remain.
     assert again.found == [name(number) for number in (6, 7, 2)]
     assert all(path.exists() for path in foreign)
     assert not parts[0].exists() and parts[1].exists()

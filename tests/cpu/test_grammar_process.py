@@ -90,7 +90,7 @@ def test_process_without_files_fails_requests(llm: LLM, monkeypatch: pytest.Monk
     assert refused.finish_reason == "error" and "grammar process" in (refused.error or "")
     assert free.finish_reason == "length"
     monkeypatch.undo()
-    monkeypatch.setattr(GrammarHost, "is_alive", True)  # The end is not noticed yet.
+    monkeypatch.setattr(GrammarHost, "is_alive", True)  # Hide the end of the host from the engine.
     assert says(llm, "yes")
 
 

@@ -409,4 +409,4 @@ def test_nixl_copies_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             assert torch.equal(torch.from_numpy(kind.blocks), values)
         first.close()
         second.close()
-    assert "NIXL" not in capfd.readouterr().out  # The first line of stdout says that it is ready.
+    assert "NIXL" not in capfd.readouterr().out  # `serve` must print its ready message first.

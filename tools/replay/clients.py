@@ -438,7 +438,7 @@ class _Order:
 
 
 def _expect_order(seen: Seen, kinds: list[str], *single: str) -> None:
-    """Check that parts of the `single` kinds come first, at most one of each kind, before calls."""
+    """Check that the `single` kinds come first in `kinds`, in this order, each at most once."""
     order = [kind for kind in single if kind in kinds]
     is_right = kinds[: len(order)] == order and not set(kinds[len(order) :]) & set(single)
     seen.expect(is_right, f"parts {kinds}")

@@ -149,7 +149,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # The connection is not reusable until a requested answer ends.
+        self._is_reusable = False  # Only the end of the requested answer can set it to True.
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 

@@ -184,9 +184,9 @@ class AsyncEngine:
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return how many prompt tokens each choice computes. Later choices use KV of choice 0."""
+        """Return how many prompt tokens each choice computes."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
-        others = 1 if shares_prompt else num_prompt_tokens
+        others = 1 if shares_prompt else num_prompt_tokens  # 1: later choices use KV of choice 0.
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
 
     def generate(

@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 UNREAD_SECONDS = 2.0  # A lease that no engine has asked for may end after this time.
 RENEWALS = 6  # Number of renewals within the time limit of a lease.
-MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
+MOST_ARRIVED = 256  # Limit of complete pulls, of all requests, kept for later choices (n > 1).
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
 Peer = PullPeer | bytes  # A prefilling engine, or the ZeroMQ identity (bytes) of a decoding engine.
 

@@ -44,7 +44,7 @@ def advance_rows(
     *,
     num_computed: Tensor,  # [slots] int64, written: number of computed tokens
     lengths: Tensor,  # [rows] int64, written: number of computed tokens + 1
-    ends: Tensor,  # [rows] int64, written: index in the step of each row's last accepted token
+    ends: Tensor,  # [rows] int64, written: the last accepted (else first) token's index in the step
 ) -> None:
     """Compute the sequence lengths of rows after a step with draft tokens."""
     computed = seq_lens - (counts - 1).clamp_min(0) + accepted

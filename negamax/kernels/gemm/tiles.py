@@ -31,7 +31,7 @@ from negamax.kernels.weight_only.layout import Packing
 GEMV_MAX_M = 1  # maximum number of tokens M for gemv on the CUDA cores
 SPLIT_K_MAX_M = 64  # maximum number of tokens M for split_k; for more, 16-bit weights use cuBLAS
 CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 GEMMs with more multiplications (M * N * K) use cuBLAS
-CUBLAS_MULTIPLE = 4  # cuBLAS needs a multiple of this number of tokens
+CUBLAS_MULTIPLE = 4  # block-scaled FP8 GEMMs can use cuBLAS only if M is a multiple of this
 PDL_MAX_WEIGHTS = 4096 * 3072  # large_m uses PDL up to this number of weights (PDL saves 0.9 us)
 GROUP_M = 8  # large_m: number of adjacent programs (token tiles) that read the same weight tile
 

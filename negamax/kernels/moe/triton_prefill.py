@@ -190,8 +190,8 @@ def _multiply(
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows at x_ptrs with BLOCK_N rows of w from first_n to at most last_n ->
-    [BLOCK_M, BLOCK_N] fp32. If ROUNDED, `x_scale` has the tokens' scales, which the caller loaded,
-    and the caller applies the scales of w.
+    [BLOCK_M, BLOCK_N] fp32. If ROUNDED, the caller loads the tokens' scales into `x_scale` and
+    applies the scales of w. With FP8, `x_scale` is a pointer, and this function applies both.
     """
     offs_k = tl.arange(0, BLOCK_K)
     if ROUNDED:

@@ -138,11 +138,11 @@ def _compute_tile(
     sorted_token_ids_ptr, x_ring, w_ring, maxima, full, empty, met, expert, first_m, end, tile_n,
     step, turn, x_scale_ptr, w_scale_ptr, topk_weights_ptr, out_ptr, out_scale_ptr,
     E: gl.constexpr, DOWN: gl.constexpr, TOP_K: gl.constexpr, CONSUMER: gl.constexpr,
-    N: gl.constexpr,  # number of rows of each tile of w to multiply with: 128, or 64 of few pairs
+    N: gl.constexpr,  # number of rows of each tile of w to multiply with: 128; 64 for <= 64 pairs
 ):  # fmt: skip
     """Compute 64 pairs sorted_token_ids[first_m:end] with N rows of both tiles of w -> next step.
 
-    `turn` is the number of tiles of few pairs before this tile.
+    `turn` is the number of earlier tiles of this program with at most 64 pairs.
     """
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     ROW_THREADS: gl.constexpr = N // (8 if DOWN else 16)

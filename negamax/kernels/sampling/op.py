@@ -108,7 +108,7 @@ def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
-    """Return the token `chosen` [R] int64 of the rank with the largest score `best` [R]."""
+    """Return each row's `chosen` (int64) of the rank with the largest `best`; -1 if not finite."""
     if group is not None and group.size > 1:
         best, chosen = largest(
             group.all_gather(best.unsqueeze(1), dim=1), group.all_gather(chosen.unsqueeze(1), dim=1)

@@ -71,7 +71,7 @@ class BlockDraftSpec(DraftSpec):
     block_size: int  # tokens per block: the last known token, then mask tokens
     mask_token_id: int
     samples_anchor: bool  # Whether block token j proposes the token at position j + 1, not j.
-    markov_rank: int = 0  # Rank of the matrices that give the previous token's logit bias; 0: none.
+    markov_rank: int = 0  # Rank of matrices that map the previous token to logit biases; 0: none.
     confidence_width: int = 0  # Input width of the head that estimates draft acceptance; 0: none.
     windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
     is_causal: bool = False  # Whether tokens of a block do not attend to later tokens.
