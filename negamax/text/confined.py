@@ -38,7 +38,7 @@ def compute_limits(kind: str, num_bytes: int) -> tuple[float, int, int]:
 
 
 def pack_error(error: NegamaxError) -> bytes:
-    fields = {"message": error.message, "hint": error.hint, "param": error.param}
+    fields = {name: getattr(error, name) for name in ("message", "hint", "param", "code")}
     return ERROR + json.dumps(fields).encode()
 
 

@@ -73,9 +73,7 @@ def test_sizes_of_random_images_are_symmetric_multiples_within_the_caps() -> Non
     noise = random.Random(1)
     for _ in range(10_000):
         height = int(2 ** noise.uniform(0, 13))
-        width = min(max(int(height * 2 ** noise.uniform(-7, 7)), 1), 9000)
-        if max(height, width) > 200 * min(height, width):
-            continue
+        width = min(int(height * 2 ** noise.uniform(-7.6, 7.6)) + 1, 9000)
         for rule, most in (("longest", 5184), ("area", 576)):
             high, wide = fit(height, width, rule=rule)  # type: ignore[arg-type]
             assert high % SIDE == wide % SIDE == 0
@@ -84,14 +82,6 @@ def test_sizes_of_random_images_are_symmetric_multiples_within_the_caps() -> Non
 
 
 # --- decoding ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [(112, 112), (300, 200), (57, 640), (2500, 100), (1, 3)])
-def test_pixels_are_those_of_pillow(size: tuple[int, int]) -> None:
-    image = draw(*size)
-    height, width = fit(size[1], size[0], rule="longest")
-    expected = image.resize((width, height), Image.Resampling.BICUBIC)
-    assert decode(encode(image)).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -257,7 +247,7 @@ def test_refusals_name_the_part(
     with pytest.raises(error, match=problem) as refusal:
         build(builder, user({"type": "text", "text": "see"}, part))
     assert "messages[0].content[1]" in refusal.value.message
-    assert refusal.value.param == "messages[0].content[1]"
+    assert refusal.value.code and refusal.value.param == "messages[0].content[1]"
 
 
 def test_counts_are_bounded(builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
