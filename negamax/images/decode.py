@@ -45,7 +45,10 @@ def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> byt
         with suppress(Exception):  # ignore a broken EXIF orientation
             image = ImageOps.exif_transpose(image)
         height, width = fit(image.height, image.width, rule=rule, longest=longest)
-        pixels = _flatten(image).resize((width, height), Image.Resampling.BICUBIC).tobytes()
+        image = _flatten(image)
+        for size in ((width, image.height), (width, height)):  # in the order of torchvision
+            image = image.resize(size, Image.Resampling.BICUBIC)
+        pixels = image.tobytes()
     except MemoryError:
         raise
     except Exception as error:

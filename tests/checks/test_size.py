@@ -4,7 +4,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # If you raise a cap, name in the commit's body the code that was removed instead.
-CAPS = {"negamax": 87_940, "tests": 63_560, "tools": 4_930, "nano": 11_020}
+CAPS = {"negamax": 87_940, "tests": 63_570, "tools": 4_930, "nano": 11_020}
 
 
 def count_lines(folder: Path) -> int:

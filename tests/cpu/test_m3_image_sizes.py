@@ -40,18 +40,21 @@ def test_area_rule_has_the_sizes_of_transformers() -> None:
         assert fit(height, width, rule="area") == expected, (height, width)
 
 
-def test_pixels_of_40_sizes_are_those_of_pillow_and_close_to_transformers() -> None:
-    """Compare with torch's resizing of uint8, which transformers uses through torchvision."""
+def test_pixels_of_40_sizes_are_close_to_those_of_transformers() -> None:
+    """Compare with torch's resizing of uint8, which transformers uses through torchvision. Both
+    round after each direction, so a few values may differ by two.
+    """
     noise = random.Random(4)
-    for _ in range(40):
+    for number in range(40):
         image = draw(noise.randint(9, 900), noise.randint(9, 900))
+        if number % 2:
+            image = Image.frombytes("RGB", image.size, noise.randbytes(3 * math.prod(image.size)))
         ours = decode(encode(image), rule="area")
-        assert ours.tobytes() == image.resize(ours.size, Image.Resampling.BICUBIC).tobytes()
         source = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
         size = ours.height, ours.width
         theirs = torch.nn.functional.interpolate(source, size, mode="bicubic", antialias=True)
         off = np.abs(np.asarray(ours).astype(int) - theirs[0].permute(1, 2, 0).numpy())
-        assert off.max() <= 30 and (off > 1).mean() < 0.03, image.size
+        assert off.max() <= 2 and (off > 1).mean() < 1e-4, image.size
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P"])
