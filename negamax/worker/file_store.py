@@ -56,7 +56,7 @@ _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
 
-Ended = Callable[[], object] | None  # waits until copies of host blocks end; None: all have ended
+Ended = Callable[[], object]  # waits until copies of host blocks end
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,7 @@ class FileStore:
 
     def _read(self, block_hash: bytes, place: int, ended: Ended) -> bytes | None:
         """Read a file into a host block. Return `block_hash` if no intact file exists."""
-        if ended is not None:
-            ended()
+        ended()
         path = self._folder / block_hash.hex()
         try:
             stream = path.open("rb", buffering=0)
@@ -233,8 +232,7 @@ class FileStore:
         return block_hash
 
     def _write(self, block_hash: bytes, place: int, ended: Ended) -> None:
-        if ended is not None:
-            ended()
+        ended()
         views = self._views(place)
         part = self._folder / f"{block_hash.hex()}{self._part}"
         try:

@@ -190,7 +190,8 @@ class HostPool:
                 self._store(*piece)
             launch = Launch()
             launch.set_result(self._stream.record_event())
-        self._batches.append(_Batch(step_id, launch, stored))
+        if stored:
+            self._batches.append(_Batch(step_id, launch, stored))
         if loads:
             launch = self._loader.launch(loads, launch.result())
             loaded = frozenset(copies.loaded_blocks), frozenset(copies.loaded_places)

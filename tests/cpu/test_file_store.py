@@ -32,6 +32,10 @@ from tests.loop_driver import free_all, generate_tokens, token_ids
 Harm = Callable[[Path], object]
 
 
+def ended() -> None:
+    """Return at once, because all copies of host blocks have ended."""
+
+
 def list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*/*") if path.is_file())
 
@@ -333,7 +337,7 @@ def test_copies_wait_for_the_device_in_plan_order(tmp_path: Path, opened: list[F
     first, second = threading.Event(), threading.Event()
     store.run(write((1, 7), (2, 8)), 3, first.wait)
     store.run(read((9, 4)), 4, second.wait)
-    store.run(read((9, 5)), 5, None)
+    store.run(read((9, 5)), 5, ended)
     assert store.is_busy and not store.has_news
     assert store.report() == FileProgress(0)
     host[0][1] = 200  # The copy of the device ends here.
@@ -342,7 +346,7 @@ def test_copies_wait_for_the_device_in_plan_order(tmp_path: Path, opened: list[F
     progress = finish(store)
     assert (progress.written_step, progress.read_step) == (3, 5)
     assert progress.missing == [name(9)] * 2
-    store.run(read((7, 0), (8, 3)), 6, None)
+    store.run(read((7, 0), (8, 3)), 6, ended)
     assert finish(store).missing == []
     for kind in host:
         assert (kind[0] == kind[1]).all() and (kind[3] == kind[2]).all()
@@ -359,8 +363,8 @@ def test_copies_that_stall_switch_the_files_off(
     assert not store.report().is_off
     monkeypatch.setattr(file_store, "STALL_SECONDS", 0.0)
     assert store.report() == FileProgress(0, is_off=True, num_errors=1)
-    store.run(write((1, 7)), 5, None)
-    store.run(read((7, 2)), 6, None)
+    store.run(write((1, 7)), 5, ended)
+    store.run(read((7, 2)), 6, ended)
     stalled.set()
     assert finish(store) == FileProgress(0, 6, 5, [name(9), name(7)], is_off=True, num_errors=1)
     assert not list_files(tmp_path)
@@ -376,22 +380,22 @@ def test_nodes_may_use_different_folders_but_all_or_none_keep_files() -> None:
 
 def test_a_store_for_other_facts_finds_nothing(tmp_path: Path, opened: list[FileStore]) -> None:
     _, store = open_store(tmp_path, opened, facts="a")
-    store.run(write((1, 7)), 1, None)
+    store.run(write((1, 7)), 1, ended)
     finish(store)
     _, other = open_store(tmp_path, opened, facts="b")
     assert other.found == [] and open_store(tmp_path, opened, facts="a")[1].found == [name(7)]
-    other.run(read((7, 0)), 1, None)
+    other.run(read((7, 0)), 1, ended)
     assert finish(other).missing == [name(7)]
 
 
 def test_scan_deletes_its_files_by_last_use(tmp_path: Path, opened: list[FileStore]) -> None:
     _, store = open_store(tmp_path, opened)
-    store.run(write(*((number % 6, number) for number in range(8))), 1, None)
+    store.run(write(*((number % 6, number) for number in range(8))), 1, ended)
     finish(store)
     folder = store._folder
     for number in range(8):
         os.utime(folder / name(number).hex(), (number, number))
-    store.run(write(used=(2,)), 2, None)
+    store.run(write(used=(2,)), 2, ended)
     foreign = [tmp_path / "notes" / name(0).hex(), tmp_path / "readme", folder / "readme"]
     parts = [folder / "old.part", folder / "new.part"]
     for path in (*foreign, *parts):
@@ -413,7 +417,7 @@ def test_the_scan_leaves_the_files_of_other_users_alone(
     tmp_path: Path, opened: list[FileStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, store = open_store(tmp_path, opened, facts="mine")
-    store.run(write((1, 7)), 1, None)
+    store.run(write((1, 7)), 1, ended)
     finish(store)
     scan = file_store._scan
 
